@@ -1,0 +1,1 @@
+"""Step 0: the transformer itself."""
