@@ -12,6 +12,8 @@ import os
 import sys
 from pathlib import Path
 
+from . import grading
+
 # torch is imported by the commands that need it: `--help` and a typing error should not wait for it.
 
 
@@ -65,7 +67,7 @@ def _parser() -> argparse.ArgumentParser:
     p.set_defaults(run=_chat)
 
     p = commands.add_parser("ladder", parents=[model], formatter_class=defaults, help="every step on the same prompts")
-    p.add_argument("--max-tokens", type=int, default=32, metavar="N", help="tokens per prompt")
+    p.add_argument("--max-tokens", type=int, default=64, metavar="N", help="tokens per prompt")
     p.add_argument("--dtype", default="float32", help="float32 (the tokens are compared exactly), bfloat16 or float16")
     p.add_argument("--steps", metavar="A,B", help="only these steps, comma-separated")
     p.add_argument("--output", default="ladder.png", metavar="FILE", help="where the picture goes")
@@ -75,6 +77,10 @@ def _parser() -> argparse.ArgumentParser:
     p = commands.add_parser("doctor", help="what this machine has, and what each missing thing costs")
     p.add_argument("--json", action="store_true", help="one object on stdout instead of text")
     p.set_defaults(run=_doctor)
+
+    p = commands.add_parser("grade", help="grade a lesson's exercise")
+    grading.add_arguments(p)
+    p.set_defaults(run=grading.main)
     return parser
 
 

@@ -59,7 +59,7 @@ def load_model(name: str | os.PathLike = DEFAULT_MODEL, dtype: str = "auto", dev
     path = default_gguf_path() if str(name) == DEFAULT_MODEL else Path(name)
     if path.suffix == ".gguf" and path.is_file():
         model = _load_gguf(path, torch_dtype)
-    elif path.is_dir():
+    elif str(name) and path.is_dir():
         model = _load_directory(path, torch_dtype)
     elif _looks_like_hub_id(str(name)):
         model = _load_directory(_download_from_hub(str(name)), torch_dtype)
