@@ -54,7 +54,9 @@ def _parser() -> argparse.ArgumentParser:
     sampling.add_argument("--top-k", type=int, default=0, metavar="K", help="draw from the K likeliest; 0 is off")
     sampling.add_argument("--top-p", type=float, default=1.0, metavar="P", help="draw from the likeliest P; 1 is off")
     sampling.add_argument("--seed", type=int, default=None, help="the same text each time")
-    sampling.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end before TEXT; may be repeated")
+    sampling.add_argument(
+        "--stop", action="append", default=[], metavar="TEXT", help="end before TEXT; may be repeated"
+    )
 
     p = commands.add_parser("generate", parents=[model, sampling], formatter_class=defaults, help="continue a text")
     p.add_argument("prompt", help="the text to continue, as it is (no chat template)")
@@ -150,7 +152,10 @@ def _print_speed(completion) -> None:
     m = completion.metrics
     if m.ttft_s is not None and sys.stderr.isatty():
         tpot = f", {m.tpot_s * 1e3:.0f} ms a token" if m.tpot_s is not None else ""
-        print(f"[{len(completion.prompt_ids)} + {len(completion.token_ids)} tokens, first after {m.ttft_s:.2f} s{tpot}]", file=sys.stderr)
+        print(
+            f"[{len(completion.prompt_ids)} + {len(completion.token_ids)} tokens, first after {m.ttft_s:.2f} s{tpot}]",
+            file=sys.stderr,
+        )
 
 
 def _ladder(args) -> int:

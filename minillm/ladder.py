@@ -86,4 +86,8 @@ def table(rows: Sequence[Row]) -> str:
 
 
 def as_json(rows: Sequence[Row], model: Llama) -> dict:
-    return {"dtype": str(model.dtype).removeprefix("torch."), "device": str(model.device), "rows": [asdict(r) for r in rows]}
+    return {
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "device": str(model.device),
+        "rows": [asdict(r) for r in rows],
+    }

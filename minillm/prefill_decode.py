@@ -29,7 +29,9 @@ DEFAULT_CHUNK_SIZE = 512
 
 
 @torch.inference_mode()
-def prefill(model: Llama, prompt_ids: list[int], cache: ContiguousCache, chunk_size: int = DEFAULT_CHUNK_SIZE) -> Tensor:
+def prefill(
+    model: Llama, prompt_ids: list[int], cache: ContiguousCache, chunk_size: int = DEFAULT_CHUNK_SIZE
+) -> Tensor:
     """Run the prompt through the model, `chunk_size` tokens a pass -> hidden [1, hidden_size] of its last token.
 
     A chunk attends over what the cache kept of the chunks before it, so the result does not depend on the chunk

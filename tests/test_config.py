@@ -50,7 +50,9 @@ def test_a_sliding_window_out_of_use_is_accepted(config):
     assert ModelConfig.from_huggingface(config).hidden_size == 96
 
 
-@pytest.mark.parametrize("eos, more, expected", [(6, [5], (6, 5)), ([6, 7], 7, (6, 7)), (None, 5, (5,)), (None, None, ())])
+@pytest.mark.parametrize(
+    "eos, more, expected", [(6, [5], (6, 5)), ([6, 7], 7, (6, 7)), (None, 5, (5,)), (None, None, ())]
+)
 def test_C21_end_tokens_of_both_files(eos, more, expected):
     config = ModelConfig.from_huggingface(dict(LLAMA, eos_token_id=eos), {"eos_token_id": more})
     assert config.eos_token_ids == expected

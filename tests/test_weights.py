@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from test_llama import SIZES, save_oracle
 
 from minillm.model import weights
+from minillm.model.tokenizer import byte_tokenizer
 from minillm.model.weights import ModelNotFoundError, WeightsError, load_model
 from minillm.naive_decode import NoCache
 
@@ -120,7 +121,9 @@ def test_unknown_dtype_and_device(argument):
 
 def permute(weight: np.ndarray, heads: int) -> np.ndarray:
     """llama.cpp's order of q and k (convert_hf_to_gguf.py, LlamaModel.permute)."""
-    return weight.reshape(heads, 2, weight.shape[0] // heads // 2, *weight.shape[1:]).swapaxes(1, 2).reshape(weight.shape)
+    return (
+        weight.reshape(heads, 2, weight.shape[0] // heads // 2, *weight.shape[1:]).swapaxes(1, 2).reshape(weight.shape)
+    )
 
 
 def write_gguf(directory, file, arch="llama", quant=gguf.GGMLQuantizationType.F32):
@@ -136,14 +139,11 @@ def write_gguf(directory, file, arch="llama", quant=gguf.GGMLQuantizationType.F3
     writer.add_head_count_kv(kv_heads)
     writer.add_layer_norm_rms_eps(hf["rms_norm_eps"])
     writer.add_rope_freq_base(hf["rope_parameters"]["rope_theta"])
-    from minillm.model.tokenizer import byte_tokenizer
-
     backend = byte_tokenizer().backend
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("gpt-2")
     writer.add_token_list([backend.id_to_token(i) for i in range(259)])
     writer.add_token_types([1] * 256 + [3] * 3)
-    writer.add_token_merges(["a b"])
     writer.add_eos_token_id(256)
     ours_to_gguf = {v: k for k, v in weights._GGUF_NAMES.items()}
     for name, tensor in load_file(directory / "model.safetensors").items():
@@ -156,7 +156,9 @@ def write_gguf(directory, file, arch="llama", quant=gguf.GGMLQuantizationType.F3
         stem = next(s for s in ours_to_gguf if parts.endswith(s))
         layer = f"blk.{name.split('.')[2]}." if ".layers." in name else ""
         kind = quant if value.ndim == 2 else gguf.GGMLQuantizationType.F32
-        writer.add_tensor(f"{layer}{ours_to_gguf[stem]}.{name.rsplit('.')[-1]}", gguf.quants.quantize(value, kind), raw_dtype=kind)
+        writer.add_tensor(
+            f"{layer}{ours_to_gguf[stem]}.{name.rsplit('.')[-1]}", gguf.quants.quantize(value, kind), raw_dtype=kind
+        )
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

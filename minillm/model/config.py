@@ -48,9 +48,7 @@ class ModelConfig:
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise UnsupportedModelError(f"{name}={value!r}: must be a whole number of at least 1")
         if self.num_heads % self.num_kv_heads:
-            raise UnsupportedModelError(
-                f"num_kv_heads={self.num_kv_heads}: must divide num_heads={self.num_heads}"
-            )
+            raise UnsupportedModelError(f"num_kv_heads={self.num_kv_heads}: must divide num_heads={self.num_heads}")
         if self.head_dim % 2:
             raise UnsupportedModelError(f"head_dim={self.head_dim}: must be even, RoPE rotates pairs")
         if self.rope_factors is not None and len(self.rope_factors) != self.head_dim // 2:
@@ -123,10 +121,14 @@ class ModelConfig:
             return value
 
         if field("expert_count", 0):
-            raise UnsupportedModelError(f"{arch}.expert_count={field('expert_count')}: mixture of experts is not supported")
+            raise UnsupportedModelError(
+                f"{arch}.expert_count={field('expert_count')}: mixture of experts is not supported"
+            )
         window = field("attention.sliding_window", 0)
         if window and window < field("context_length"):
-            raise UnsupportedModelError(f"{arch}.attention.sliding_window={window}: sliding-window attention is not supported")
+            raise UnsupportedModelError(
+                f"{arch}.attention.sliding_window={window}: sliding-window attention is not supported"
+            )
         if field("rope.scaling.type", "none") != "none":
             raise UnsupportedModelError(f"{arch}.rope.scaling.type={field('rope.scaling.type')!r}: must be none")
         heads = field("attention.head_count")

