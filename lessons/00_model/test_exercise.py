@@ -23,7 +23,7 @@ def test_rms_norm_equals_torch(exercise, shape):
 
 @task("0.1", "RMSNorm", points=1)
 def test_rms_norm_sums_in_float32(exercise):
-    x = torch.full((1, 4096), 200.0, dtype=torch.float16)  # x^2 is 40,000: the sum overflows float16
+    x = torch.full((1, 4096), 300.0, dtype=torch.float16)  # x^2 is 90,000: float16 ends at 65,504
     out = exercise.rms_norm(x, torch.ones(4096, dtype=torch.float16), 1e-5)
     assert out.dtype == torch.float16, "the result must have x's dtype"
     assert torch.allclose(out, torch.ones_like(out)), "the sum of squares must be taken in float32"

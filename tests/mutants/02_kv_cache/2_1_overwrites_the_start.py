@@ -1,0 +1,32 @@
+"""Task 2.1: new rows always go to the start"""
+
+from __future__ import annotations
+
+import torch
+
+from minillm.model.llama import attention
+
+
+class ContiguousCache:
+    def __init__(self, config: ModelConfig, capacity: int, dtype: torch.dtype, device: torch.device | str = "cpu"):
+        shape = (config.num_layers, capacity, config.num_kv_heads, config.head_dim)
+        self.k = torch.empty(shape, dtype=dtype, device=device)
+        self.v = torch.empty(shape, dtype=dtype, device=device)
+        self.capacity = capacity
+        self.length = 0  # tokens whose keys and values are kept, those of the pass under way included
+        self.start = 0  # where the tokens of the pass under way go
+
+    def extend(self, num_tokens: int) -> None:
+        if self.length + num_tokens > self.capacity:
+            raise ValueError(f"num_tokens={num_tokens}: the cache holds {self.length} of at most {self.capacity}")
+        self.start = 0
+        self.length += num_tokens
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        self.k[layer, : len(k)] = k
+        self.v[layer, : len(v)] = v
+        return attention(q, self.k[layer, : self.length], self.v[layer, : self.length])
+
+    @property
+    def kv_bytes(self) -> int:
+        return self.length * (self.k[:, :1].nbytes + self.v[:, :1].nbytes) if self.capacity else 0

@@ -1,0 +1,24 @@
+"""Task 2.2: the last prompt token is run again"""
+
+from __future__ import annotations
+
+import torch
+
+
+@torch.inference_mode()
+def cached_decode_loop(
+    model: Llama, prompt_ids: list[int], cache: ContiguousCache, choose: Callable[[Tensor], int]
+) -> Iterator[int]:
+
+    def run(token: int) -> Tensor:
+        position = torch.tensor([cache.length], device=model.device)
+        cache.extend(1)
+        return model(torch.tensor([token], device=model.device), position, cache)  # [1, hidden_size]
+
+    for token in prompt_ids:
+        hidden = run(token)
+    hidden = run(prompt_ids[-1])
+    while True:
+        token = choose(model.logits(hidden))
+        yield token
+        hidden = run(token)
