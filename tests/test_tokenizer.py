@@ -14,7 +14,9 @@ from minillm.model.weights import default_gguf_path
 
 TEXTS = [
     "Hello world", " leading space", "  two", "def f(x):\n    return x + 1\n\n\n", "12345 67,890.12", "don't we'll I'M",
-    "漢字かな交じり文", "🙂👩‍👩‍👧‍👦 family", "tabs\tand\r\nlines", "naïve café", "<|im_start|>user\nhi<|im_end|>", "a  b   c", "",
+    "漢字かな交じり文", "🙂👩‍👩‍👧‍👦 family", "tabs\tand\r\nlines", "naïve café", "<|im_start|>user\nhi<|im_end|>",
+    "a  b   c",
+    "",
 ]  # fmt: skip
 
 
