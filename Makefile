@@ -24,7 +24,7 @@ test: $(READY)   ## the tests, the lessons' doctests and the grader's own checks
 	$(BIN)/python -m pytest
 
 lint: $(READY)   ## ruff
-	$(BIN)/ruff check . && $(BIN)/ruff format --check minillm tests benchmarks
+	$(BIN)/ruff check . && $(BIN)/ruff format --check .
 
 notebooks: $(READY)  ## run every notebook top to bottom
 	$(BIN)/python -m pytest --nbmake --nbmake-timeout=300 notebooks
