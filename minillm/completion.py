@@ -96,15 +96,16 @@ def latency(arrival_s: float, token_times_s: Sequence[float]) -> tuple[float | N
 
 def encode_prompt(model: Llama, prompt: str | Sequence[int]) -> list[int]:
     """Token ids of a prompt given as text or as ids. ValueError where it is empty, longer than the context or
-    holds an id that the model has no row for."""
+    holds an id that is no token."""
     ids = model.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
-    limit, vocab = model.config.max_position_embeddings, model.config.vocab_size
+    # A padded vocabulary has rows that are no token: as an input they mean as little as in `choose`.
+    limit, vocab = model.config.max_position_embeddings, model.tokenizer.vocab_size
     if not ids:
         raise ValueError(f"prompt={prompt!r}: empty, must be at least one token")
     if len(ids) > limit:
         raise ValueError(f"prompt: {len(ids)} tokens, must be at most the context's {limit}")
     for i in ids:
-        if not isinstance(i, int) or not 0 <= i < vocab:
+        if type(i) is not int or not 0 <= i < vocab:
             raise ValueError(f"prompt: token id {i!r}, must be from 0 to {vocab - 1}")
     return ids
 
@@ -161,13 +162,14 @@ def _complete_one(model, prompt_ids, params, loop, make_cache, on_text) -> Compl
         output.append(token)
         if token not in ends:
             show(stops.push(detokenizer.push(token)))
-        if token in ends or stops.stopped:
+        if token in ends:
             finish_reason = "stop"
-            break
-        if len(output) == max_tokens:
+        if token in ends or stops.stopped or len(output) == max_tokens:
             break
     show(stops.push(detokenizer.flush()))
     show(stops.flush())
+    if stops.stopped:  # by the very last character, perhaps
+        finish_reason = "stop"
     ttft, tpot = latency(arrival, times)
     elapsed = times[-1] - arrival if times else 0.0
     metrics = Metrics(ttft, tpot, len(output) / elapsed if elapsed else 0.0, cache.kv_bytes)

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 import tokenizers
 import torch
-from hypothesis import example, given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tokenizers import decoders, models
 
@@ -88,6 +88,14 @@ def test_C21_each_end_token_ends(tiny_config, end):
     assert (c.text, c.finish_reason) == ("ab", "length")
 
 
+def test_a_stop_string_may_end_with_the_very_last_character(tiny_config):
+    # 0xC3 begins a character that never comes: U+FFFD at the flush, and that completes the stop string.
+    c, _ = Scripted(tiny_config, ["a", "b", "<0xC3>"]).run(stop=["b\ufffd"], max_tokens=3)
+    assert (c.text, c.finish_reason) == ("a", "stop")
+    c, _ = Scripted(tiny_config, ["a", "b", "<0xC3>"]).run(max_tokens=3)
+    assert (c.text, c.finish_reason) == ("ab\ufffd", "length")
+
+
 def test_stop_token_ids_end_without_being_shown(tiny_config):
     model = Scripted(tiny_config, ["a", "b", "c"])
     c, _ = model.run(stop_token_ids=[model.vocab["b"]])
@@ -116,7 +124,7 @@ def test_stop_strings_do_not_depend_on_the_cuts(pieces, stops):
 
 @pytest.mark.parametrize("step", STEPS)
 @pytest.mark.parametrize(
-    "prompt, message", [("", "empty"), ([], "empty"), ([-1], "-1"), ([259], "259"), ([1.5], "1.5")]
+    "prompt, message", [("", "empty"), ([], "empty"), ([-1], "-1"), ([259], "259"), ([1.5], "1.5"), ([True], "True")]
 )
 def test_C22_C24_bad_prompts(tiny_model, step, prompt, message):
     with pytest.raises(ValueError, match=f"prompt.*{message}"):
@@ -136,8 +144,11 @@ def test_a_padded_vocabulary_is_never_sampled(tiny_config):
     model = random_model(dataclasses.replace(tiny_config, vocab_size=320))
     with torch.no_grad():
         model.head.weight[259:] *= 100  # rows beyond the tokenizer's, the likeliest by far
-    [c] = naive_decode.generate(model, ["abc"], SamplingParams(max_tokens=20))
+    params = SamplingParams(max_tokens=20, repetition_penalty=1.1)  # a penalty looks up the prompt's ids
+    [c] = naive_decode.generate(model, ["abc"], params)
     assert max(c.token_ids) < 259
+    with pytest.raises(ValueError, match="prompt: token id 300, must be from 0 to 258"):
+        naive_decode.generate(model, [[300]], params)
 
 
 def test_logprobs_are_returned_per_token(tiny_model):
@@ -145,6 +156,47 @@ def test_logprobs_are_returned_per_token(tiny_model):
     assert len(c.logprobs) == 5
     for token, entry in zip(c.token_ids, c.logprobs, strict=True):
         assert next(iter(entry.top)) == token and entry.top[token] == entry.logprob and len(entry.top) == 3
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.5])
+@pytest.mark.parametrize("step", STEPS)
+def test_logprobs_against_log_softmax(tiny_model, step, temperature):
+    params = SamplingParams(max_tokens=8, temperature=temperature, top_k=5, seed=1, logprobs=0, ignore_eos=True)
+    [c] = step.generate(tiny_model, ["abc"], params)
+    ids = torch.tensor(c.prompt_ids + c.token_ids)
+    with torch.inference_mode():
+        hidden = tiny_model(ids[:-1], torch.arange(len(ids) - 1), naive_decode.NoCache())
+        expected = tiny_model.logits(hidden[2:]).log_softmax(-1)  # the model's own: no temperature, no filter
+    for token, entry, row in zip(c.token_ids, c.logprobs, expected, strict=True):
+        assert entry.logprob == pytest.approx(row[token].item(), abs=1e-4) and entry.top == {}
+
+
+@pytest.mark.parametrize("step", STEPS)
+def test_a_batch_is_its_prompts_one_by_one(tiny_model, step):
+    prompts = ["abc", [1, 2, 3, 4, 5], "é"]
+    params = [SamplingParams(max_tokens=n, temperature=t, seed=n) for n, t in ((1, 0.0), (7, 1.0), (12, 0.7))]
+    together = step.generate(tiny_model, prompts, params)
+    alone = [step.generate(tiny_model, [prompt], p)[0] for prompt, p in zip(prompts, params, strict=True)]
+    assert [(c.token_ids, c.text, c.finish_reason) for c in together] == [
+        (c.token_ids, c.text, c.finish_reason) for c in alone
+    ]
+    assert together[0].metrics.tpot_s is None and len(together[0].token_ids) == 1
+    assert step.generate(tiny_model, [], params=SamplingParams()) == []
+
+
+@settings(max_examples=20, deadline=None)
+@given(
+    seed=st.integers(0, 1000),
+    max_tokens=st.integers(1, 30),
+    stop=st.text(st.characters(max_codepoint=0x7F), min_size=1, max_size=1),
+)
+def test_streamed_text_is_the_text(tiny_model, seed, max_tokens, stop):
+    # A hot random model emits random bytes: split characters, bytes that are none, and stops between them.
+    params = SamplingParams(max_tokens=max_tokens, temperature=9.0, seed=seed, stop=stop)
+    shown = []
+    [c] = prefill_decode.generate(tiny_model, ["abc"], params, on_text=shown.append)
+    data = bytes(token for token in c.token_ids if token < 256)
+    assert "".join(shown) == c.text == data.decode(errors="replace").split(stop)[0]
 
 
 def test_latency():

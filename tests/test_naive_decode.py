@@ -23,6 +23,12 @@ def test_greedy_tokens_equal_transformers(tmp_path):
         assert c.token_ids == theirs[0, ids.shape[1] :].tolist()
 
 
+def test_on_text_gets_each_prompts_text(tiny_model):
+    shown = []
+    completions = generate(tiny_model, ["abc", "x"], SamplingParams(max_tokens=12), on_text=shown.append)
+    assert "".join(shown) == "".join(c.text for c in completions)
+
+
 def test_each_step_runs_the_whole_sequence(tiny_model, monkeypatch):
     passes = []
     forward = tiny_model.forward

@@ -104,7 +104,8 @@ def test_greedy_ties_go_to_the_lowest_id():
 
 @settings(max_examples=100, deadline=None)
 @given(
-    logits=st.lists(st.floats(-20, 20, width=32), min_size=2, max_size=30, unique=True),
+    # On a grid: two logits a hair apart have the same probability, and who is first of equals is each one's choice.
+    logits=st.lists(st.integers(-1280, 1280).map(lambda n: n / 64), min_size=2, max_size=30, unique=True),
     temperature=st.sampled_from([0.3, 1.0, 2.0]),
     top_k=st.integers(1, 30),
     top_p=st.floats(0.05, 1.0),
@@ -154,18 +155,18 @@ def test_logprobs_against_log_softmax():
 
 WRONG = {
     "max_tokens": [0, -1, 1.5, "x", None, True],
-    "temperature": [-1, math.nan, math.inf, "hot", None],
-    "top_k": [-2, 1.5, "x"],
-    "top_p": [0, -1, 7, math.nan],
+    "temperature": [-1, math.nan, math.inf, -math.inf, 10**400, "hot", None, True],
+    "top_k": [-2, 1.5, "x", None, True],
+    "top_p": [0, -1, 7, math.nan, "x", True],
     "min_p": [-0.1, 1.1, math.nan],
-    "repetition_penalty": [0, -1, math.inf, math.nan],
+    "repetition_penalty": [0, -1, math.inf, math.nan, 10**400],
     "presence_penalty": [-3, 3, math.nan],
     "frequency_penalty": [-3, 3, math.nan],
-    "stop": ["", ["a", ""], [1]],
-    "stop_token_ids": [[-1], ["a"], [1.5]],
+    "stop": ["", ["a", ""], [1], 5, 0],
+    "stop_token_ids": [[-1], ["a"], [1.5], [True], 7, 0],
     "ignore_eos": [1, "yes"],
-    "seed": [1.5, "x", 2**64],
-    "logprobs": [-1, 21, 1.5],
+    "seed": [1.5, "x", 2**64, -(2**63) - 1, True],
+    "logprobs": [-1, 21, 1.5, True],
 }
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
-from test_llama import SIZES, save_oracle
+from test_llama import LLAMA3, SIZES, save_oracle
 
 from minillm.model import weights
 from minillm.model.tokenizer import byte_tokenizer
@@ -18,6 +18,7 @@ from minillm.model.weights import ModelNotFoundError, WeightsError, load_model
 from minillm.naive_decode import NoCache
 
 TOKENS = torch.arange(30, 60)
+MLP, ATTENTION = "model.layers.1.mlp", "model.layers.1.self_attn"
 
 
 def logits(model):
@@ -51,6 +52,16 @@ def edit(path, change):
         (lambda t: t.pop("lm_head.weight"), "no tensor 'lm_head.weight'"),  # C40: untied and absent, never random
         (lambda t: t.update(extra=torch.ones(1)), "'extra' has no place"),
         (lambda t: t.update({"model.norm.weight": torch.ones(95)}), "model.norm.weight has shape"),
+        # Tensors that become one parameter: other columns, or rows whose sum happens to be right.
+        (lambda t: t.update({f"{MLP}.up_proj.weight": torch.ones(128, 95)}), "up_proj.weight has shape"),
+        (
+            lambda t: t.update({f"{MLP}.{p}_proj.weight": torch.ones(n, 96) for p, n in (("gate", 127), ("up", 129))}),
+            "gate_proj.weight has shape",
+        ),
+        (
+            lambda t: t.update({f"{ATTENTION}.{p}_proj.weight": torch.ones(n, 96) for p, n in (("k", 16), ("v", 48))}),
+            "k_proj.weight has shape",
+        ),
     ],
 )
 def test_C40_every_parameter_once(llama_dir, change, message):
@@ -104,6 +115,33 @@ def test_truncated_safetensors(llama_dir):
         load_model(llama_dir)
 
 
+def test_missing_and_damaged_config(llama_dir):
+    (llama_dir / "config.json").write_text("{")
+    with pytest.raises(WeightsError, match="config.json: not valid JSON"):
+        load_model(llama_dir)
+    (llama_dir / "config.json").unlink()
+    with pytest.raises(ModelNotFoundError, match="config.json: missing"):
+        load_model(llama_dir)
+
+
+def test_end_tokens_of_all_files(llama_dir):
+    (llama_dir / "generation_config.json").write_text('{"eos_token_id": [2, 7]}')
+    # transformers' LlamaConfig says 2; byte_tokenizer says 256 and 258
+    assert load_model(llama_dir).config.eos_token_ids == (2, 7, 256, 258)
+
+
+def test_a_tokenizer_larger_than_the_model(tmp_path):
+    save_oracle(transformers.LlamaConfig(**{**SIZES, "vocab_size": 200}), tmp_path)
+    with pytest.raises(WeightsError, match="tokenizer has 259 tokens, the model only 200 rows"):
+        load_model(tmp_path)
+
+
+def test_a_hub_id_without_network():
+    with pytest.raises(ModelNotFoundError, match="model='no-such/model'") as error:
+        load_model("no-such/model")
+    assert "\n" not in str(error.value)
+
+
 @pytest.mark.parametrize("name", ["nope", "", "no/such/dir", "missing.gguf"])
 def test_unknown_names(name):
     with pytest.raises(ModelNotFoundError, match="no such model"):
@@ -116,6 +154,13 @@ def test_unknown_dtype_and_device(argument):
         load_model("nope", **{argument: "int3"})
 
 
+@pytest.mark.parametrize("device", ["meta", "cuda"])
+def test_a_device_that_cannot_compute(device, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ValueError, match=f"device='{device}'"):
+        load_model("nope", device=device)
+
+
 # --- GGUF ---
 
 
@@ -126,7 +171,7 @@ def permute(weight: np.ndarray, heads: int) -> np.ndarray:
     )
 
 
-def write_gguf(directory, file, arch="llama", quant=gguf.GGMLQuantizationType.F32):
+def write_gguf(directory, file, arch="llama", quant=gguf.GGMLQuantizationType.F32, **more_tensors):
     """Export a saved tiny model as llama.cpp does."""
     hf = json.loads((directory / "config.json").read_text())
     heads, kv_heads = hf["num_attention_heads"], hf["num_key_value_heads"]
@@ -159,6 +204,8 @@ def write_gguf(directory, file, arch="llama", quant=gguf.GGMLQuantizationType.F3
         writer.add_tensor(
             f"{layer}{ours_to_gguf[stem]}.{name.rsplit('.')[-1]}", gguf.quants.quantize(value, kind), raw_dtype=kind
         )
+    for name, value in more_tensors.items():
+        writer.add_tensor(name, value)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -176,6 +223,25 @@ def test_C39_gguf_equals_safetensors(tmp_path, arch, config):
     again = load_model(tmp_path / "tiny.gguf", dtype="float32")  # from the cache of converted weights
     assert torch.equal(logits(again), logits(b)) and again.config == b.config
     assert again.tokenizer.encode("héllo<|im_end|>") == b.tokenizer.encode("héllo<|im_end|>")
+
+
+def test_C38_gguf_stores_the_factors_as_a_tensor(tmp_path):
+    save_oracle(transformers.LlamaConfig(**SIZES, rope_parameters=LLAMA3), tmp_path / "hf")
+    expected = load_model(tmp_path / "hf", dtype="float32")
+    factors = np.array(expected.config.rope_factors, dtype=np.float32)
+    write_gguf(tmp_path / "hf", tmp_path / "tiny.gguf", **{"rope_freqs.weight": factors})
+    for _ in range(2):  # converted, then from the cache
+        model = load_model(tmp_path / "tiny.gguf", dtype="float32")
+        assert model.config.rope_factors == pytest.approx(expected.config.rope_factors)
+        torch.testing.assert_close(logits(model), logits(expected), atol=1e-4, rtol=0)
+
+
+def test_another_file_of_the_same_name_is_converted_anew(tmp_path):
+    for seed in (0, 1):
+        save_oracle(transformers.LlamaConfig(**SIZES), tmp_path / "hf", seed)
+        write_gguf(tmp_path / "hf", tmp_path / "tiny.gguf")
+        expected = logits(load_model(tmp_path / "hf", dtype="float32"))
+        assert torch.equal(logits(load_model(tmp_path / "tiny.gguf", dtype="float32")), expected)
 
 
 @pytest.mark.parametrize("quant", ["F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_1"])
@@ -196,7 +262,7 @@ def test_truncated_gguf(tmp_path, keep):
     (tmp_path / "tiny.gguf").write_bytes(data[: keep if isinstance(keep, int) else int(len(data) * keep)])
     with pytest.raises(WeightsError) as error:
         load_model(tmp_path / "tiny.gguf")
-    assert "tiny.gguf" in str(error.value)
+    assert "tiny.gguf" in str(error.value) and "\n" not in str(error.value)
 
 
 def test_an_interrupted_conversion_leaves_nothing(tmp_path, monkeypatch):

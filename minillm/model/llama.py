@@ -91,7 +91,9 @@ def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     mask = None
     if N > 1:
         mask = torch.ones(N, M, dtype=torch.bool, device=q.device).tril(M - N).repeat(group, 1)  # [group*N, M]
-    out = F.scaled_dot_product_attention(rows, k.transpose(0, 1), v.transpose(0, 1), attn_mask=mask)
+    # As a batch of one: torch's fused CPU kernel takes four dimensions only.
+    k, v = k.transpose(0, 1)[None], v.transpose(0, 1)[None]  # [1, kv_heads, M, head_dim]
+    out = F.scaled_dot_product_attention(rows[None], k, v, attn_mask=mask)
     return out.view(kv_heads, group, N, head_dim).permute(2, 0, 1, 3).reshape(N, heads, head_dim)
 
 

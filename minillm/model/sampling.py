@@ -10,13 +10,15 @@ Order of the steps, as in vLLM: penalties, temperature, min-p, top-k, top-p.
 
 from __future__ import annotations
 
-import math
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 from torch import Tensor
+
+LARGEST = sys.float_info.max  # infinity is above it, and so is a whole number that no float can hold
 
 
 @dataclass(frozen=True)
@@ -38,15 +40,15 @@ class SamplingParams:
     logprobs: int | None = None  # also return this many alternatives a token (0: the chosen token's own)
 
     def __post_init__(self):
-        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+        stop = (self.stop,) if isinstance(self.stop, str) else _tuple("stop", self.stop, "a string, or several")
         object.__setattr__(self, "stop", stop)
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids or ()))
+        object.__setattr__(self, "stop_token_ids", _tuple("stop_token_ids", self.stop_token_ids, "a list of token ids"))
         _check("max_tokens", self.max_tokens, int, lambda v: v >= 1, "a whole number of at least 1")
-        _check("temperature", self.temperature, float, lambda v: 0 <= v < math.inf, "0 (greedy) or a positive number")
+        _check("temperature", self.temperature, float, lambda v: 0 <= v <= LARGEST, "0 (greedy) or a positive number")
         _check("top_k", self.top_k, int, lambda v: v >= -1, "a whole number, 0 or -1 for off")
         _check("top_p", self.top_p, float, lambda v: 0 < v <= 1, "above 0 and at most 1")
         _check("min_p", self.min_p, float, lambda v: 0 <= v <= 1, "from 0 to 1")
-        _check("repetition_penalty", self.repetition_penalty, float, lambda v: 0 < v < math.inf, "a positive number")
+        _check("repetition_penalty", self.repetition_penalty, float, lambda v: 0 < v <= LARGEST, "a positive number")
         _check("presence_penalty", self.presence_penalty, float, lambda v: -2 <= v <= 2, "from -2 to 2")
         _check("frequency_penalty", self.frequency_penalty, float, lambda v: -2 <= v <= 2, "from -2 to 2")
         for text in stop:
@@ -58,6 +60,13 @@ class SamplingParams:
             _check("seed", self.seed, int, lambda v: -(2**63) <= v < 2**64, "a 64-bit whole number, or None")
         if self.logprobs is not None:
             _check("logprobs", self.logprobs, int, lambda v: 0 <= v <= 20, "from 0 to 20, or None")
+
+
+def _tuple(name: str, values, allowed: str) -> tuple:
+    try:
+        return () if values is None else tuple(values)
+    except TypeError:
+        raise ValueError(f"{name}={values!r}: must be {allowed}") from None
 
 
 def _check(name: str, value, kind: type, holds, allowed: str) -> None:

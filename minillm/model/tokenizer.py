@@ -50,7 +50,10 @@ class Tokenizer:
         self.chat_template = chat_template
         self._added = backend.get_added_tokens_decoder()  # id -> AddedToken
         self._control = {str(t.content): i for i, t in self._added.items() if t.special}
-        self._byte_level = _is_byte_level(json.loads(backend.to_str())["decoder"])
+        decoder = json.loads(backend.to_str())["decoder"]
+        self._byte_level = _is_byte_level(decoder)
+        # SentencePiece puts a space before a text's first word, and takes it away again from the text's start.
+        self.strips_first_space = _strips_first_space(decoder)
 
     # --- where it comes from ---
 
@@ -108,7 +111,9 @@ class Tokenizer:
         backend.add_special_tokens([AddedToken(t, special=True) for t, k in zip(tokens, types, strict=False) if k == 3])
         backend.add_tokens([AddedToken(t, normalized=False) for t, k in zip(tokens, types, strict=False) if k == 4])
         bos = metadata.get("tokenizer.ggml.bos_token_id")
-        if metadata.get("tokenizer.ggml.add_bos_token", kind == "llama") and bos is not None:
+        # Llama 3's files often leave the flag out; llama.cpp's default for them is the same.
+        starts = kind == "llama" or metadata.get("tokenizer.ggml.pre") in _LLAMA3_NAMES
+        if metadata.get("tokenizer.ggml.add_bos_token", starts) and bos is not None:
             backend.post_processor = processors.TemplateProcessing(
                 single=f"{tokens[bos]} $A", special_tokens=[(tokens[bos], bos)]
             )
@@ -118,9 +123,10 @@ class Tokenizer:
 
     # --- text to ids ---
 
-    @property
+    @cached_property
     def vocab_size(self) -> int:
-        return self.backend.get_vocab_size(with_added_tokens=True)
+        """One above the highest id; with gaps between the ids, more than there are tokens."""
+        return max(self.backend.get_vocab(with_added_tokens=True).values()) + 1
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a raw prompt. Control tokens written in it are control tokens: whoever writes a raw prompt
@@ -136,7 +142,7 @@ class Tokenizer:
         texts = {name: "" if i is None else self.backend.id_to_token(i) for name, i in ids.items()}
         try:
             return self._template.render(messages=messages, add_generation_prompt=True, **texts)
-        except TemplateError as error:
+        except Exception as error:  # a template is a program, and fails in as many ways
             raise ValueError(f"messages: the chat template refuses them: {error}") from None
 
     def encode_chat(self, messages: Sequence[dict]) -> list[int]:
@@ -209,16 +215,13 @@ class Tokenizer:
         token = self.backend.id_to_token(token_id)
         if token is None:
             return b""  # a row of a padded vocabulary
-        if self._byte_level:
+        if self._byte_level and all(c in _BYTE_OF for c in token):
             return bytes(_BYTE_OF[c] for c in token)
+        if self._byte_level:
+            return token.encode()  # plain text in a byte-level vocabulary: taken as it is, as `tokenizers` does
         if re.fullmatch("<0x[0-9A-F]{2}>", token):
             return bytes([int(token[3:5], 16)])
         return token.replace(_SPACE, " ").encode()
-
-    @property
-    def strips_first_space(self) -> bool:
-        """SentencePiece puts a space before a text's first word, and takes it away again from the text's start."""
-        return not self._byte_level
 
 
 class Detokenizer:
@@ -271,8 +274,19 @@ def _byte_characters() -> dict[str, int]:
 _BYTE_OF = _byte_characters()
 
 
+def _decoder_parts(decoder: dict | None) -> list[dict]:
+    return [] if decoder is None else decoder.get("decoders", [decoder])
+
+
+def _strips_first_space(decoder: dict | None) -> bool:
+    return any(
+        part["type"] == "Strip" or (part["type"] == "Metaspace" and part["prepend_scheme"] != "never")
+        for part in _decoder_parts(decoder)
+    )
+
+
 def _is_byte_level(decoder: dict | None) -> bool:
-    kinds = [] if decoder is None else [d["type"] for d in decoder.get("decoders", [decoder])]
+    kinds = [part["type"] for part in _decoder_parts(decoder)]
     if "ByteLevel" in kinds:
         return True
     if {"Metaspace", "Replace"} & set(kinds):
@@ -330,9 +344,11 @@ def _sentencepiece_bpe(metadata: dict) -> tokenizers.Tokenizer:
     unknown = metadata.get("tokenizer.ggml.unknown_token_id", 0)
     model = models.BPE(vocab, [m[2:] for m in merges], unk_token=tokens[unknown], fuse_unk=True, byte_fallback=True)
     backend = tokenizers.Tokenizer(model)
-    prepend = [normalizers.Prepend(_SPACE)] if metadata.get("tokenizer.ggml.add_space_prefix", True) else []
-    backend.normalizer = normalizers.Sequence([*prepend, normalizers.Replace(" ", _SPACE)])
-    backend.decoder = decoders.Sequence(
-        [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
-    )
+    normalize = [normalizers.Replace(" ", _SPACE)]
+    decode = [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
+    if metadata.get("tokenizer.ggml.add_space_prefix", True):  # put one space in front, and take it away again
+        normalize.insert(0, normalizers.Prepend(_SPACE))
+        decode.append(decoders.Strip(" ", 1, 0))
+    backend.normalizer = normalizers.Sequence(normalize)
+    backend.decoder = decoders.Sequence(decode)
     return backend

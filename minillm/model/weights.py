@@ -89,13 +89,19 @@ def random_model(config: ModelConfig, seed: int = 0, head_scale: float = 10.0, d
 
 
 def resolve_device(device: str) -> torch.device:
-    """ "auto" is CUDA where there is one, else the CPU."""
+    """ "auto" is CUDA where there is one, else the CPU. ValueError for a device that this machine does not have."""
     if device == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
-        return torch.device(device)
+        resolved = torch.device(device)
     except RuntimeError:
         raise ValueError(f"device={device!r}: must be auto, cpu, cuda, cuda:N or mps") from None
+    cuda_count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    counts = {"cpu": 1, "cuda": cuda_count, "mps": int(torch.backends.mps.is_available())}
+    if (resolved.index or 0) >= counts.get(resolved.type, 0):
+        have = ", ".join(f"{kind} ({count})" for kind, count in counts.items() if count)
+        raise ValueError(f"device={device!r}: not on this machine, which has {have}")
+    return resolved
 
 
 def resolve_dtype(dtype: str, device: torch.device) -> torch.dtype:
@@ -149,15 +155,19 @@ def build_model(config: ModelConfig, names: Iterable[str], read: Callable[[str],
     with torch.device("meta"):  # shapes only: nothing is allocated twice, nothing stays random
         model = Llama(config)
     shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
+    q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     for name, parts in tqdm(parameter_sources(config).items(), desc="Loading weights", leave=False, disable=None):
         missing = [part for part in parts if part not in left]
         if missing:
             raise WeightsError(f"{source}: no tensor {missing[0]!r}, which the config asks for")
-        tensor = torch.cat([read(part) for part in parts]) if len(parts) > 1 else read(parts[0])
-        if tuple(tensor.shape) != shapes[name]:
-            have, want = list(tensor.shape), list(shapes[name])
-            raise WeightsError(f"{source}: {' + '.join(parts)} has shape {have}, the config asks for {want}")
-        _assign(model, name, tensor.to(dtype))
+        tensors = [read(part) for part in parts]
+        for part, tensor in zip(parts, tensors, strict=True):
+            # Each by itself: the sum of the rows can be right by chance, and rows would move from one to another.
+            rows = {"q_proj": q_size, "k_proj": kv_size, "v_proj": kv_size}.get(part.split(".")[-2])
+            want = [rows or shapes[name][0] // len(parts), *shapes[name][1:]]
+            if list(tensor.shape) != want:
+                raise WeightsError(f"{source}: {part} has shape {list(tensor.shape)}, the config asks for {want}")
+        _assign(model, name, (torch.cat(tensors) if len(tensors) > 1 else tensors[0]).to(dtype))
         left.difference_update(parts)
     if left:
         raise WeightsError(f"{source}: tensor {min(left)!r} has no place in the model ({len(left)} such)")
