@@ -68,7 +68,9 @@ def load_model(name: str | os.PathLike = DEFAULT_MODEL, dtype: str = "auto", dev
             f"model={str(name)!r}: no such model; must be {DEFAULT_MODEL!r}, a .gguf file, "
             "a directory with config.json and *.safetensors, or a hub id like 'Qwen/Qwen3-0.6B'"
         )
-    return model.to(device)
+    model = model.to(device)
+    model.pack()
+    return model
 
 
 def random_model(config: ModelConfig, seed: int = 0, head_scale: float = 10.0, dtype=torch.float32) -> Llama:
