@@ -117,6 +117,8 @@ def _generate(args) -> None:
 
 def _chat(args) -> None:
     params = _sampling_params(args)
+    if args.message == "":
+        raise ValueError("message='': empty, must be a question")
     from .model.weights import load_model
     from .prefill_decode import generate
 
