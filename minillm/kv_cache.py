@@ -59,7 +59,7 @@ class ContiguousCache:
     @property
     def kv_bytes(self) -> int:
         """Bytes in use, of `length` tokens."""
-        return self.length * (self.k[:, :1].nbytes + self.v[:, :1].nbytes) if self.capacity else 0
+        return self.k[:, : self.length].nbytes + self.v[:, : self.length].nbytes
 
 
 @torch.inference_mode()

@@ -293,6 +293,19 @@ def test_a_full_disk_costs_the_cache_only(tmp_path, monkeypatch):
         load_model(tmp_path / "tiny.gguf", dtype="float32")
 
 
+@pytest.mark.parametrize("file", ["parameters.safetensors", "config.json", "tokenizer.json"])
+@pytest.mark.parametrize("damage", ["missing", "cut"])
+def test_a_damaged_conversion_is_made_again(tmp_path, file, damage):
+    save_oracle(transformers.LlamaConfig(**SIZES), tmp_path / "hf")
+    write_gguf(tmp_path / "hf", tmp_path / "tiny.gguf")
+    before = logits(load_model(tmp_path / "tiny.gguf", dtype="float32"))
+    [converted] = (tmp_path / "home" / "converted").iterdir()
+    data = (converted / file).read_bytes()
+    (converted / file).unlink() if damage == "missing" else (converted / file).write_bytes(data[: len(data) // 2])
+    assert torch.equal(logits(load_model(tmp_path / "tiny.gguf", dtype="float32")), before)
+    assert (converted / file).read_bytes() == data
+
+
 # --- the default model ---
 
 

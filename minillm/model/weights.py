@@ -12,6 +12,7 @@ import dataclasses
 import hashlib
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -56,7 +57,7 @@ def load_model(name: str | os.PathLike = DEFAULT_MODEL, dtype: str = "auto", dev
     """
     device = resolve_device(device)
     torch_dtype = resolve_dtype(dtype, device)
-    path = default_gguf_path() if str(name) == DEFAULT_MODEL else Path(name)
+    path = default_gguf_path() if str(name) == DEFAULT_MODEL else Path(name).expanduser()
     if path.suffix == ".gguf" and path.is_file():
         model = _load_gguf(path, torch_dtype)
     elif str(name) and path.is_dir():
@@ -204,7 +205,7 @@ def _tensor_files(path: Path) -> dict[str, Path]:
     """Name of each tensor in the directory -> the safetensors file that holds it."""
     index = path / "model.safetensors.index.json"
     if index.exists():
-        where = {name: path / file for name, file in _read_json(index)["weight_map"].items()}
+        where = {name: path / file for name, file in _read_json(index).get("weight_map", {}).items()}
     else:
         where = {}
         for file in sorted(path.glob("*.safetensors")):
@@ -297,7 +298,10 @@ def unpermute(weight: Tensor, num_heads: int) -> Tensor:
 def _load_gguf(path: Path, dtype: torch.dtype) -> Llama:
     cached = _converted_path(path, dtype)
     if cached.is_dir():
-        return _load_converted(cached)
+        try:
+            return _load_converted(cached)
+        except (OSError, SafetensorError, ValueError, TypeError, KeyError):  # damaged: it can be made again
+            shutil.rmtree(cached, ignore_errors=True)
     model = _convert_gguf(path, dtype)
     try:
         _save_converted(model, cached)
@@ -364,7 +368,7 @@ def _save_converted(model: Llama, target: Path) -> None:
         save_file(state, partial / "parameters.safetensors")
         (partial / "config.json").write_text(json.dumps(dataclasses.asdict(model.config), indent=1))
         model.tokenizer.save(partial)
-        with contextlib.suppress(FileExistsError, OSError):  # another process was first
+        if not target.exists():  # else another process was first
             partial.rename(target)
 
 

@@ -29,4 +29,4 @@ class ContiguousCache:
 
     @property
     def kv_bytes(self) -> int:
-        return self.length * (self.k[:, :1].nbytes + self.v[:, :1].nbytes) if self.capacity else 0
+        return self.k[:, : self.length].nbytes + self.v[:, : self.length].nbytes
