@@ -3,6 +3,7 @@
 from importlib import import_module
 
 _PUBLIC = {
+    "LLM": ".engine",
     "Completion": ".completion",
     "Metrics": ".completion",
     "SamplingParams": ".model.sampling",

@@ -1,8 +1,8 @@
 """What all steps share around their loop: the prompt's checks, the end of a completion, its text and its times.
 
-A step is a generator of tokens that would go on for ever. `complete` draws from it until one of the ends comes:
-an end token, a stop string, max_tokens or the context's last position. So the file of a step holds its idea and
-nothing else.
+A step chooses tokens and would go on for ever. `PartialCompletion` takes them until one of the ends comes: an end
+token, a stop string, max_tokens or the context's last position. So the file of a step holds its idea and nothing
+else. `complete` is the loop around the steps that run one prompt at a time.
 """
 
 from __future__ import annotations
@@ -26,6 +26,8 @@ class Metrics:
     tpot_s: float | None  # time per output token after the first, seconds; None with fewer than two
     tokens_per_s: float  # output tokens over the whole time
     kv_bytes: int  # bytes of keys and values held at the end
+    cached_tokens: int = 0  # prompt tokens that a prefix cache had (step 6)
+    preemptions: int = 0  # times that it had to give its memory back and begin again (step 6)
 
 
 @dataclass(frozen=True)
@@ -33,9 +35,12 @@ class Completion:
     prompt_ids: list[int]
     token_ids: list[int]  # the output, the token that ended it included
     text: str  # without end tokens and without the stop string
-    finish_reason: str  # "stop": an end token or a stop string; "length": max_tokens or the context's end
+    # "stop": an end token or a stop string; "length": max_tokens or the context's end; in the engine also "abort",
+    # and "error": what went wrong with this request is in `error`
+    finish_reason: str
     metrics: Metrics
     logprobs: list[TokenLogprobs] = field(default_factory=list)  # one per token, if asked for
+    error: str | None = None
 
 
 class StopStrings:
@@ -94,12 +99,13 @@ def latency(arrival_s: float, token_times_s: Sequence[float]) -> tuple[float | N
     return ttft, (token_times_s[-1] - token_times_s[0]) / gaps if gaps else None
 
 
-def encode_prompt(model: Llama, prompt: str | Sequence[int]) -> list[int]:
+def encode_prompt(model: Llama, prompt: str | Sequence[int], context: int | None = None) -> list[int]:
     """Token ids of a prompt given as text or as ids. ValueError where it is empty, longer than the context or
     holds an id that is no token."""
     ids = model.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
     # A padded vocabulary has rows that are no token: as an input they mean as little as in `choose`.
-    limit, vocab = model.config.max_position_embeddings, model.tokenizer.vocab_size
+    limit = model.config.max_position_embeddings if context is None else context
+    vocab = model.tokenizer.vocab_size
     if not ids:
         raise ValueError(f"prompt={prompt!r}: empty, must be at least one token")
     if len(ids) > limit:
@@ -110,6 +116,87 @@ def encode_prompt(model: Llama, prompt: str | Sequence[int]) -> list[int]:
     return ids
 
 
+class PartialCompletion:
+    """A completion in the making: takes token after token, gives text, knows when it has ended.
+
+    context: prompt and output together are at most this many tokens (by default what the model was trained for), so
+    a prompt that fills it gets no token at all.
+    """
+
+    def __init__(self, model: Llama, prompt_ids: list[int], params: SamplingParams, context: int | None = None):
+        self.arrival_s = time.perf_counter()
+        self.prompt_ids, self.params = prompt_ids, params
+        context = model.config.max_position_embeddings if context is None else context
+        self.max_tokens = max(0, min(params.max_tokens, context - len(prompt_ids)))
+        self.token_ids: list[int] = []
+        self.logprobs: list[TokenLogprobs] = []
+        self.text = ""
+        self.finish_reason = None if self.max_tokens else "length"  # None: goes on
+        self.error: str | None = None
+        self._times: list[float] = []
+        self._ends = set(params.stop_token_ids) | (set() if params.ignore_eos else set(model.config.eos_token_ids))
+        self._detokenizer, self._stops = model.tokenizer.detokenizer(prompt_ids), StopStrings(params.stop)
+
+    def push(self, token: int) -> str:
+        """Take the next token -> the text that has become certain."""
+        self._times.append(time.perf_counter())
+        self.token_ids.append(token)
+        text = "" if token in self._ends else self._stops.push(self._detokenizer.push(token))
+        self.text += text
+        if token in self._ends or self._stops.stopped:
+            return text + self.end("stop")
+        if len(self.token_ids) == self.max_tokens:
+            return text + self.end("length")
+        return text
+
+    def end(self, reason: str, error: str | None = None) -> str:
+        """No token comes any more -> the text that was held back."""
+        text = self._stops.push(self._detokenizer.flush()) + self._stops.flush()
+        self.text += text
+        self.finish_reason = "stop" if self._stops.stopped else reason  # by the very last character, perhaps
+        self.error = error
+        return text
+
+    def completion(self, kv_bytes: int, **counts: int) -> Completion:
+        """What came out. `counts` are Metrics' further fields."""
+        ttft, tpot = latency(self.arrival_s, self._times)
+        elapsed = self._times[-1] - self.arrival_s if self._times else 0.0
+        tokens_per_s = len(self.token_ids) / elapsed if elapsed else 0.0
+        metrics = Metrics(ttft, tpot, tokens_per_s, kv_bytes, **counts)
+        return Completion(
+            self.prompt_ids, self.token_ids, self.text, self.finish_reason, metrics, self.logprobs, self.error
+        )
+
+
+def choose_tokens(model: Llama, logits: Tensor, partials: Sequence[PartialCompletion]) -> list[int]:
+    """The next token of each completion, by its own parameters. logits [M, vocab] -> M token ids."""
+    logits = logits[:, : model.tokenizer.vocab_size]  # a padded vocabulary has rows that mean nothing
+    params = [p.params for p in partials]
+    tokens = sample(logits, params, [p.prompt_ids for p in partials], [p.token_ids for p in partials])
+    for row, (partial, token) in enumerate(zip(partials, tokens, strict=True)):
+        if partial.params.logprobs is not None:
+            partial.logprobs.append(token_logprobs(logits[row], token, partial.params.logprobs))
+    return tokens
+
+
+def prepare(
+    model: Llama,
+    prompts: Sequence[str | Sequence[int]],
+    params: SamplingParams | Sequence[SamplingParams],
+    context: int | None = None,
+) -> list[PartialCompletion]:
+    """Prompts, each with its parameters -> completions that can begin. ValueError for a bad one, before anything
+    has run."""
+    if isinstance(prompts, str):
+        raise ValueError("prompts: a string, must be a list of prompts")
+    if isinstance(params, SamplingParams):
+        params = [params] * len(prompts)
+    if len(params) != len(prompts):
+        raise ValueError(f"params: {len(params)} of them for {len(prompts)} prompts")
+    encoded = [encode_prompt(model, prompt, context) for prompt in prompts]
+    return [PartialCompletion(model, ids, p, context) for ids, p in zip(encoded, params, strict=True)]
+
+
 def complete(
     model: Llama,
     prompts: Sequence[str | Sequence[int]],
@@ -118,59 +205,24 @@ def complete(
     make_cache: Callable[[int], object],
     on_text: Callable[[str], None] | None = None,
 ) -> list[Completion]:
-    """Run prompts through a step's loop, one after the other.
+    """Run prompts through the loop of a step that takes one at a time.
 
     make_cache(capacity) gives a cache for `capacity` tokens; `on_text` gets the text as it comes. ValueError
     for a bad prompt, before anything has run.
     """
-    if isinstance(prompts, str):
-        raise ValueError("prompts: a string, must be a list of prompts")
-    if isinstance(params, SamplingParams):
-        params = [params] * len(prompts)
-    if len(params) != len(prompts):
-        raise ValueError(f"params: {len(params)} of them for {len(prompts)} prompts")
-    encoded = [encode_prompt(model, prompt) for prompt in prompts]
-    return [_complete_one(model, ids, p, loop, make_cache, on_text) for ids, p in zip(encoded, params, strict=True)]
+    completions = []
+    for partial in prepare(model, prompts, params):
+        partial.arrival_s = time.perf_counter()  # its turn has come: the wait for those before it is not counted
+        cache = make_cache(len(partial.prompt_ids) + partial.max_tokens)
 
+        def choose(logits: Tensor, partial=partial) -> int:
+            return choose_tokens(model, logits, [partial])[0]
 
-def _complete_one(model, prompt_ids, params, loop, make_cache, on_text) -> Completion:
-    arrival, times = time.perf_counter(), []
-    # Prompt and output together fill the context at most: a prompt that fills it gets no token at all.
-    max_tokens = min(params.max_tokens, model.config.max_position_embeddings - len(prompt_ids))
-    cache = make_cache(len(prompt_ids) + max_tokens)
-    output: list[int] = []
-    logprobs: list[TokenLogprobs] = []
-
-    def choose(logits: Tensor) -> int:
-        logits = logits[:, : model.tokenizer.vocab_size]  # a padded vocabulary has rows that mean nothing
-        [token] = sample(logits, [params], [prompt_ids], [output])
-        if params.logprobs is not None:
-            logprobs.append(token_logprobs(logits[0], token, params.logprobs))
-        return token
-
-    ends = set(params.stop_token_ids) | (set() if params.ignore_eos else set(model.config.eos_token_ids))
-    detokenizer, stops = model.tokenizer.detokenizer(prompt_ids), StopStrings(params.stop)
-    text, finish_reason = [], "length"
-
-    def show(delta: str) -> None:
-        text.append(delta)
-        if on_text and delta:
-            on_text(delta)
-
-    for token in loop(model, prompt_ids, cache, choose) if max_tokens else ():
-        times.append(time.perf_counter())
-        output.append(token)
-        if token not in ends:
-            show(stops.push(detokenizer.push(token)))
-        if token in ends:
-            finish_reason = "stop"
-        if token in ends or stops.stopped or len(output) == max_tokens:
-            break
-    show(stops.push(detokenizer.flush()))
-    show(stops.flush())
-    if stops.stopped:  # by the very last character, perhaps
-        finish_reason = "stop"
-    ttft, tpot = latency(arrival, times)
-    elapsed = times[-1] - arrival if times else 0.0
-    metrics = Metrics(ttft, tpot, len(output) / elapsed if elapsed else 0.0, cache.kv_bytes)
-    return Completion(prompt_ids, output, "".join(text), finish_reason, metrics, logprobs)
+        for token in loop(model, partial.prompt_ids, cache, choose) if partial.max_tokens else ():
+            text = partial.push(token)
+            if on_text and text:
+                on_text(text)
+            if partial.finish_reason:
+                break
+        completions.append(partial.completion(cache.kv_bytes))
+    return completions

@@ -4,9 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from matplotlib import colormaps
+from matplotlib.axes import Axes
+from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
+from matplotlib.patches import Patch, Rectangle
+
+from .trace import StepTrace
 
 BLUE, ORANGE, GREY = "#3465a4", "#e07b39", "#888888"
+LIGHT, RED = "#d9d9d9", "#cc3333"
 
 
 def ladder(rows: Sequence) -> Figure:
@@ -27,4 +34,99 @@ def ladder(rows: Sequence) -> Figure:
     axes.legend(handles, ["time to first token (TTFT)", "time per output token (TPOT)"], loc="lower right", fontsize=9)
     axes.set_title("The same tokens, step by step")
     axes.spines[["top", "right"]].set_visible(False)
+    return figure
+
+
+def gantt(trace: Sequence[StepTrace], title: str = "") -> Figure:
+    """What each request did in each step: a row a request, a column a step.
+
+    Blue: prompt tokens, the darker the more. Orange: one output token. Grey: a place that did nothing (a pad, or a row
+    that had ended). A red cross: preempted. Empty: it was not in the pass.
+    """
+    ids = list(dict.fromkeys(row.request_id for step in trace for row in step.rows))
+    y = {request_id: i for i, request_id in enumerate(ids)}
+    most = max((row.num_tokens for step in trace for row in step.rows if not row.decode), default=1)
+    image = [[(1.0, 1.0, 1.0)] * len(trace) for _ in ids]
+    for x, step in enumerate(trace):
+        for row in step.rows:
+            if row.num_tokens == 0:
+                colour = to_rgb(LIGHT)
+            elif row.decode:
+                colour = to_rgb(ORANGE)
+            else:
+                colour = colormaps["Blues"](0.35 + 0.6 * row.num_tokens / most)[:3]
+            image[y[row.request_id]][x] = colour
+    figure = Figure(figsize=(10, 1.6 + 0.22 * len(ids)), layout="constrained")
+    axes = figure.subplots()
+    axes.imshow(image, aspect="auto", interpolation="none")
+    crosses = [(x, y[i]) for x, step in enumerate(trace) for i in step.preempted if i in y]
+    if crosses:
+        axes.plot(*zip(*crosses, strict=True), "x", color=RED, markersize=6)
+    every = max(1, len(ids) // 16)
+    axes.set_yticks(range(0, len(ids), every), [str(i) for i in ids[::every]])
+    axes.set_xlabel("step")
+    axes.set_ylabel("request")
+    handles = [Patch(color=BLUE), Patch(color=ORANGE), Patch(color=LIGHT)]
+    axes.legend(handles, ["prompt", "output token", "did nothing"], ncols=3, fontsize=8, loc="lower left",
+                bbox_to_anchor=(0, 1), frameon=False)  # fmt: skip
+    axes.set_title(title, loc="right", fontsize=10)
+    return figure
+
+
+def block_grid(steps: Sequence[StepTrace], columns: int = 16, titles: Sequence[str] = ()) -> Figure:
+    """The pool of blocks at some steps: each block a cell in its request's colour.
+
+    White: free. Hatched grey: cached, held by nobody, its content may be found again. A cell with a number: so many
+    requests share it.
+    """
+    colours = colormaps["tab20"]
+    figure = Figure(figsize=(0.8 + 3.2 * len(steps), 1.0 + 3.0 * _rows(steps[0], columns) / columns + 0.4),
+                    layout="constrained")  # fmt: skip
+    for axes, step, title in zip(
+        figure.subplots(1, len(steps), squeeze=False)[0], steps, [*titles, *[""] * len(steps)], strict=False
+    ):
+        _pool(axes, step, columns, lambda request_id: colours(hash(request_id) % 20))
+        axes.set_title(title or f"{len(step.owners)} owned, {len(step.cached)} cached, {step.free} free", fontsize=9)
+    return figure
+
+
+def _rows(step: StepTrace, columns: int) -> int:
+    return -(-step.num_blocks // columns)
+
+
+def _pool(axes: Axes, step: StepTrace, columns: int, colour) -> None:
+    cached = set(step.cached)
+    for block in range(step.num_blocks):
+        x, y = block % columns, block // columns
+        owners = step.owners.get(block, [])
+        face = colour(owners[0]) if owners else LIGHT if block in cached else "white"
+        hatch = "////" if block in cached else None
+        axes.add_patch(_cell(x, y, face, hatch))
+        if len(owners) > 1:
+            axes.text(x + 0.5, y + 0.5, len(owners), ha="center", va="center", fontsize=7)
+    axes.set_xlim(0, columns)
+    axes.set_ylim(_rows(step, columns), 0)
+    axes.set_aspect("equal")
+    axes.set_axis_off()
+
+
+def _cell(x: float, y: float, face, hatch: str | None) -> Rectangle:
+    return Rectangle((x + 0.05, y + 0.05), 0.9, 0.9, facecolor=face, edgecolor=GREY, linewidth=0.5, hatch=hatch)
+
+
+def waste(traces: dict[str, Sequence[StepTrace]], bytes_per_token: int = 1) -> Figure:
+    """Memory given to requests, and what of it holds a token, step by step: a panel for each trace, same scale."""
+    figure = Figure(figsize=(3.4 * len(traces), 2.8), layout="constrained")
+    panels = figure.subplots(1, len(traces), sharey=True, squeeze=False)[0]
+    for axes, (name, trace) in zip(panels, traces.items(), strict=True):
+        allocated = [step.kv_allocated * bytes_per_token for step in trace]
+        used = [step.kv_used * bytes_per_token for step in trace]
+        axes.fill_between(range(len(trace)), allocated, color=ORANGE, alpha=0.5, label="given, and empty", step="mid")
+        axes.fill_between(range(len(trace)), used, color=BLUE, label="holds a token", step="mid")
+        part = 1 - sum(used) / max(1, sum(allocated))
+        axes.set_title(f"{name}: {part:.1%} of it empty", fontsize=10)
+        axes.set_xlabel("step")
+        axes.spines[["top", "right"]].set_visible(False)
+    panels[0].set_ylabel("tokens" if bytes_per_token == 1 else "bytes")
+    panels[0].legend(fontsize=8, loc="upper right")
     return figure

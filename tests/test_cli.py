@@ -124,7 +124,9 @@ def test_doctor(capsys):
 
 def test_ctrl_c_ends_cleanly(default_model):
     command = [sys.executable, "-m", "minillm", "generate", "Once upon a time", "--max-tokens", "2000"]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    # A test run in the background has SIGINT ignored, and its children with it.
+    deliver = lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)  # noqa: E731
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, preexec_fn=deliver)
     process.stdout.read(1)  # it has begun to write
     time.sleep(0.2)
     process.send_signal(signal.SIGINT)

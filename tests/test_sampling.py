@@ -175,3 +175,22 @@ def test_wrong_values_are_refused_by_name(name, value):
     with pytest.raises(ValueError, match=f"^{name}=.*must be") as error:
         SamplingParams(**{name: value})
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_nothing_to_choose_from(bad):
+    logits = torch.zeros(3, 8)
+    logits[1, 5] = bad
+    with pytest.raises(FloatingPointError, match="row 1"):
+        sample(logits, [SamplingParams()] * 3)
+    with pytest.raises(FloatingPointError, match="row 0"):
+        sample(torch.full((1, 8), float("-inf")), [SamplingParams(temperature=1.0)])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize("vocab", [1, 7, 64, 49152])
+def test_ties_go_to_the_lowest_id(dtype, vocab):
+    torch.manual_seed(vocab)
+    logits = torch.randint(0, 3, (5, vocab)).to(dtype)
+    expected = [row.index(max(row)) for row in logits.tolist()]
+    assert sample(logits, [SamplingParams()] * 5) == expected

@@ -95,14 +95,20 @@ def sample(
     """Choose the next token of each row.
 
     logits [B, vocab] of any float dtype; params, prompt_ids, output_ids: one of each per row (penalties need
-    the ids, and the length of the output numbers the random draw). Returns B token ids.
+    the ids, and the length of the output numbers the random draw). Returns B token ids. FloatingPointError where a
+    row's best score is no finite number: there is nothing to choose from.
     """
     prompt_ids = prompt_ids or [()] * len(params)
     output_ids = output_ids or [()] * len(params)
     if len(logits) != len(params):
         raise ValueError(f"params: {len(params)} of them for {len(logits)} rows of logits")
+    if logits.device.type == "mps":  # has no float64
+        logits = logits.cpu()
     logits = apply_penalties(logits, params, prompt_ids, output_ids)
-    tokens = logits.argmax(dim=-1).tolist()  # greedy; the lowest id where several are highest
+    best, tokens = logits.max(dim=-1)  # greedy; the lowest id where several are highest (argmax is slower in bfloat16)
+    if not best.isfinite().all():
+        raise FloatingPointError(f"logits: row {int((~best.isfinite()).nonzero()[0])} has no finite maximum")
+    tokens = tokens.tolist()
     for row, p in enumerate(params):
         if p.temperature > 0:
             tokens[row] = draw(probabilities(logits[row], p), uniform(p.seed, len(output_ids[row])))

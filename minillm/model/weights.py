@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import torch
+import torch.nn.functional as F
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
@@ -92,9 +93,10 @@ def random_model(config: ModelConfig, seed: int = 0, head_scale: float = 10.0, d
 
 
 def resolve_device(device: str) -> torch.device:
-    """ "auto" is CUDA where there is one, else the CPU. ValueError for a device that this machine does not have."""
+    """ "auto" is CUDA where there is one, else Apple's MPS if it works, else the CPU. ValueError for a device that this
+    machine does not have."""
     if device == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        return torch.device("cuda" if torch.cuda.is_available() else "mps" if _mps_works() else "cpu")
     try:
         resolved = torch.device(device)
     except RuntimeError:
@@ -105,6 +107,19 @@ def resolve_device(device: str) -> torch.device:
         have = ", ".join(f"{kind} ({count})" for kind, count in counts.items() if count)
         raise ValueError(f"device={device!r}: not on this machine, which has {have}")
     return resolved
+
+
+def _mps_works() -> bool:
+    """Is there an MPS device, and does masked attention come out on it as on the CPU?"""
+    if not torch.backends.mps.is_available():
+        return False
+    q, mask = torch.linspace(-1, 1, 2 * 3 * 8 * 16).view(2, 3, 8, 16), torch.ones(8, 8, dtype=torch.bool).tril()
+    try:
+        there = q.to("mps")
+        out = F.scaled_dot_product_attention(there, there, there, attn_mask=mask.to("mps")).cpu()
+    except RuntimeError:
+        return False
+    return torch.allclose(out, F.scaled_dot_product_attention(q, q, q, attn_mask=mask), atol=1e-3)
 
 
 def resolve_dtype(dtype: str, device: torch.device) -> torch.dtype:
