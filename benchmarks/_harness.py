@@ -47,28 +47,38 @@ def machine() -> dict:
     }
 
 
-def report(args: argparse.Namespace, rows: list[dict], checks: list[Check]) -> None:
-    """Print rows and checks, save them where asked, and exit as --check says."""
+def report(args: argparse.Namespace, rows: list[dict], checks: list[Check], extra: dict | None = None) -> None:
+    """Print rows and checks, save them where asked, and exit as --check says. `extra`: further parts of the JSON, of
+    which lists of dicts are printed as tables too."""
     result = {
         "benchmark": Path(sys.argv[0]).stem,
         "machine": machine(),
         "rows": rows,
         "checks": [{**asdict(check), "holds": check.holds} for check in checks],
+        **(extra or {}),
     }
     if args.save:
         Path(args.save).write_text(json.dumps(result, indent=1) + "\n")
     if args.json:
         print(json.dumps(result))
     else:
-        columns = list(rows[0])
-        lines = [columns, *([_text(row[c]) for c in columns] for row in rows)]
-        widths = [max(len(line[i]) for line in lines) for i in range(len(columns))]
-        print("\n".join("  ".join(c.rjust(w) for c, w in zip(line, widths, strict=True)) for line in lines))
+        for name, part in {"": rows, **(extra or {})}.items():
+            if name:
+                print(f"\n{name.replace('_', ' ')}")
+            _print_table(part if isinstance(part, list) else [part])
+        print()
         for check in checks:
             sign = ">=" if check.at_least else "<="
             print(f"{'ok  ' if check.holds else 'FAIL'}  {check.name}: {check.value:.2f} {sign} {check.bound:g}")
     if args.check and not all(check.holds for check in checks):
         sys.exit(1)
+
+
+def _print_table(rows: list[dict]) -> None:
+    columns = list(rows[0])
+    lines = [columns, *([_text(row[c]) for c in columns] for row in rows)]
+    widths = [max(len(line[i]) for line in lines) for i in range(len(columns))]
+    print("\n".join("  ".join(c.rjust(w) for c, w in zip(line, widths, strict=True)) for line in lines))
 
 
 def _text(value) -> str:

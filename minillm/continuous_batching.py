@@ -240,15 +240,16 @@ class Scheduler:
         self._leave(sequence, Status.ABORTED, "abort")
 
     def _leave(self, sequence: Sequence, status: Status, reason: str) -> None:
-        if sequence.status is Status.RUNNING:
-            self.running.remove(sequence)
-            self.memory.free(sequence)
-        elif sequence.status is Status.WAITING:
-            self.waiting.remove(sequence)
-        else:
+        before = sequence.status
+        if before not in (Status.WAITING, Status.RUNNING):
             return
         sequence.status, sequence.finish_reason = status, reason
         self.counts[status] += 1
+        if before is Status.RUNNING:
+            self.running.remove(sequence)
+            self.memory.free(sequence)
+        else:
+            self.waiting.remove(sequence)
 
 
 class SlotCache:

@@ -117,10 +117,14 @@ class BlockManager:
 
     def free(self, sequence: Sequence) -> None:
         """Its computed blocks stay in the prefix cache, if they are full. The last ones are released first, and so
-        are evicted first: a block is of no use without those before it."""
-        self._share_computed(sequence)
+        are evicted first: a block is of no use without those before it. What a failed one computed is forgotten."""
+        failed = sequence.finish_reason == "error"
+        if not failed:
+            self._share_computed(sequence)
         self._chains.pop(sequence, None)
         for block in reversed(sequence.block_table):
+            if failed:
+                self._forget(block)
             self._release(block)
         sequence.block_table = []
         sequence.block_copy = None
@@ -144,9 +148,13 @@ class BlockManager:
             block = self.free_blocks.popleft()
         else:
             block, _ = self.cached.popitem(last=False)
-            del self._blocks[self._keys.pop(block)], self._prefixes[block]
+            self._forget(block)
         self.ref_counts[block] = 1
         return block
+
+    def _forget(self, block: int) -> None:
+        if block in self._keys:
+            del self._blocks[self._keys.pop(block)], self._prefixes[block]
 
     def _release(self, block: int) -> None:
         self.ref_counts[block] -= 1
