@@ -50,16 +50,19 @@ def main() -> None:
         (1000, 100_000),
     ):
         quiet, busy = steps(running, waiting, 60)
-        rows.append({"running": running, "waiting": waiting, "ms_per_step": 1e3 * statistics.median(quiet),
-                     "ms_p99": 1e3 * sorted(quiet)[-1], "ms_with_joins_and_leaves": 1e3 * statistics.median(busy)})  # fmt: skip
-    cost = {(row["running"], row["waiting"]): row["ms_per_step"] for row in rows}
+        row = {"running": running, "waiting": waiting, "ms_median": 1e3 * statistics.median(quiet)}
+        row |= {"ms_most": 1e3 * max(quiet), "ms_with_joins_and_leaves": 1e3 * statistics.median(busy)}
+        rows.append(row)
+    cost = {(row["running"], row["waiting"]): row for row in rows}
+    full = cost[1000, 10_000]
+    by_running = full["ms_median"] / (8 * cost[125, 10_000]["ms_median"])
+    by_waiting = cost[1000, 100_000]["ms_median"] / cost[1000, 1_000]["ms_median"]
     checks = [
-        Check("ms a step, 1,000 running and 10,000 waiting", cost[1000, 10_000], 5, at_least=False),
-        Check("the same, with sequences that leave and join",
-              next(r["ms_with_joins_and_leaves"] for r in rows if (r["running"], r["waiting"]) == (1000, 10_000)), 5, at_least=False),
-        Check("cost of 1,000 running over 8 times that of 125", cost[1000, 10_000] / (8 * cost[125, 10_000]), 1.5, at_least=False),
-        Check("cost with 100,000 waiting over 1,000 waiting", cost[1000, 100_000] / cost[1000, 1_000], 1.5, at_least=False),
-    ]  # fmt: skip
+        Check("ms a step, 1,000 running and 10,000 waiting", full["ms_median"], 5, at_least=False),
+        Check("the same while sequences leave and join", full["ms_with_joins_and_leaves"], 5, at_least=False),
+        Check("linear: 1,000 running over 8 times 125", by_running, 1.5, at_least=False),
+        Check("100,000 waiting over 1,000 waiting", by_waiting, 1.5, at_least=False),
+    ]
     report(args, rows, checks)
 
 

@@ -176,14 +176,14 @@ def _ladder(args) -> int:
     if not output.parent.is_dir():
         raise ValueError(f"--output={args.output!r}: no such directory")
     model = load_model(args.model, args.dtype, args.device)
-    total = len(steps) * len(ladder.QUESTIONS) * args.max_tokens
+    total = ladder.num_tokens(steps, model, args.max_tokens)
     with tqdm(total=total, unit="token", file=sys.stderr) as bar:
 
         def progress(step: str) -> None:
             bar.set_description(step)
             bar.update()
 
-        rows = ladder.run(model, steps, args.max_tokens, progress)
+        rows = ladder.run(model, steps, args.max_tokens, on_token=progress)
         bar.update(total - bar.n)  # tokens within a character bring no text of their own
     plots.ladder(rows).savefig(output, dpi=120)
     print(json.dumps(ladder.as_json(rows, model)) if args.json else ladder.table(rows))

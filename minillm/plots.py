@@ -17,24 +17,42 @@ LIGHT, RED = "#d9d9d9", "#cc3333"
 
 
 def ladder(rows: Sequence) -> Figure:
-    """Time to first token and time per token of each step (`minillm.ladder.Row`s), on one logarithmic axis."""
-    figure = Figure(figsize=(8, 1.2 + 0.7 * len(rows)), layout="constrained")
-    axes = figure.subplots()
+    """The ladder's rows (`minillm.ladder.Row`s): times of one request on a logarithmic axis; throughput of many."""
+    groups = [[r for r in rows if r.workload == w] for w in ("questions", "ragged")]
+    groups = [group for group in groups if group]
+    figure = Figure(figsize=(8, 1.0 + 0.7 * len(rows)), layout="constrained")
+    heights = [len(group) + 0.8 for group in groups]
+    for axes, group in zip(
+        figure.subplots(len(groups), height_ratios=heights, squeeze=False)[:, 0], groups, strict=True
+    ):
+        (_times if group[0].workload == "questions" else _throughput)(axes, group)
+        axes.set_yticks(range(len(group)), [row.step for row in group])
+        axes.invert_yaxis()
+        axes.spines[["top", "right"]].set_visible(False)
+    figure.suptitle("The same tokens, step by step")
+    return figure
+
+
+def _times(axes: Axes, rows: Sequence) -> None:
     for y, row in enumerate(rows):
         for offset, seconds, colour in ((-0.19, row.ttft_s, BLUE), (0.19, row.tpot_s, ORANGE)):
             if seconds is not None:
                 axes.barh(y + offset, seconds * 1e3, height=0.36, color=colour)
                 axes.text(seconds * 1e3, y + offset, f" {seconds * 1e3:.0f} ms", va="center", fontsize=9)
-    axes.set_yticks(range(len(rows)), [row.step for row in rows])
-    axes.invert_yaxis()
     axes.set_xscale("log")
     axes.margins(x=0.15)
-    axes.set_xlabel("milliseconds (log scale)")
-    handles = [axes.barh(0, 0, color=colour) for colour in (BLUE, ORANGE)]
+    axes.set_xlabel("one request: milliseconds (log scale)")
+    handles = [Patch(color=BLUE), Patch(color=ORANGE)]
     axes.legend(handles, ["time to first token (TTFT)", "time per output token (TPOT)"], loc="lower right", fontsize=9)
-    axes.set_title("The same tokens, step by step")
-    axes.spines[["top", "right"]].set_visible(False)
-    return figure
+
+
+def _throughput(axes: Axes, rows: Sequence) -> None:
+    axes.barh(range(len(rows)), [row.tokens_per_s for row in rows], height=0.5, color=BLUE)
+    for y, row in enumerate(rows):
+        waste = "" if row.kv_waste is None else f", {row.kv_waste:.0%} of the KV memory empty"
+        axes.text(row.tokens_per_s, y, f" {row.tokens_per_s:.0f}{waste}", va="center", fontsize=9)
+    axes.set_xlim(0, 1.6 * max(row.tokens_per_s for row in rows))  # room for the labels
+    axes.set_xlabel("many requests: output tokens per second")
 
 
 def gantt(trace: Sequence[StepTrace], title: str = "") -> Figure:

@@ -99,18 +99,33 @@ def test_chat_answers_and_remembers(default_model, monkeypatch, capsys):
 def test_the_ladder(default_model, tmp_path, capsys):
     assert cli.main(["ladder", "--max-tokens", "4", "--json", "--output", str(tmp_path / "l.png")]) == 0
     result = json.loads(capsys.readouterr().out)
-    assert [row["step"] for row in result["rows"]] == list(ladder.STEPS)
+    one, many = list(ladder.ONE_REQUEST), list(ladder.MANY_REQUESTS)
+    assert [row["step"] for row in result["rows"]] == [*one, "prefill_decode", *many]
     for row in result["rows"]:
-        assert {"step", "ttft_s", "tpot_s", "tokens_per_s", "kv_bytes", "same_tokens"} == set(row)
+        assert {"step", "ttft_s", "tpot_s", "tokens_per_s", "kv_bytes", "same_tokens"} < set(row)
         assert row["same_tokens"] is True
+    static, continuous, paged = result["rows"][-3:]
+    assert static["padding"] > 0 == continuous["padding"] == paged["padding"]
+    assert static["kv_waste"] > continuous["kv_waste"] > paged["kv_waste"]
     assert (tmp_path / "l.png").read_bytes()[:4] == b"\x89PNG"
 
 
 def test_the_table_and_one_token(capsys):
-    row = ladder.Row("naive_decode", 0.1, None, 9.0, 0, True)
-    text = ladder.table([row, ladder.Row("kv_cache", 1.0, 0.01, 18.0, 10**6, False)])
-    assert "2.0x" in text and "NO" in text and "100 ms" in text
-    assert plots.ladder([row]).axes
+    row = ladder.Row("naive_decode", "questions", 0.1, None, 9.0, 0, True)
+    text = ladder.table([row, ladder.Row("kv_cache", "questions", 1.0, 0.01, 18.0, 10**6, False)])
+    assert "2.0x" in text and "NO" in text and "100 ms" in text and "waste" not in text
+    many = ladder.Row("static_batching", "ragged", 0.1, 0.1, 9.0, 10**6, True, padding=0.25, kv_waste=0.5)
+    assert "25%" in ladder.table([row, many]) and "50%" in ladder.table([many])
+    assert plots.ladder([row]).axes and plots.ladder([many]).axes and len(plots.ladder([row, many]).axes) == 2
+
+
+def test_the_ragged_workload_is_the_same_each_time(tiny_model):
+    prompts, params = ladder.ragged_workload(tiny_model.tokenizer, 200, 40, 10)
+    assert (prompts, params) == ladder.ragged_workload(tiny_model.tokenizer, 200, 40, 10)
+    assert ladder.ragged_workload(tiny_model.tokenizer, 200, 40, 10, seed=1) != (prompts, params)
+    lengths, new = sorted(map(len, prompts)), sorted(p.max_tokens for p in params)
+    assert abs(lengths[100] - 40) < 10 and abs(new[100] - 10) < 3 and lengths[-1] > 2 * lengths[100]
+    assert lengths[0] >= 1 and lengths[-1] <= 160
 
 
 def test_doctor(capsys):
