@@ -173,9 +173,10 @@ def choose_tokens(model: Llama, logits: Tensor, partials: Sequence[PartialComple
     logits = logits[:, : model.tokenizer.vocab_size]  # a padded vocabulary has rows that mean nothing
     params = [p.params for p in partials]
     tokens = sample(logits, params, [p.prompt_ids for p in partials], [p.token_ids for p in partials])
-    for row, (partial, token) in enumerate(zip(partials, tokens, strict=True)):
-        if partial.params.logprobs is not None:
-            partial.logprobs.append(token_logprobs(logits[row], token, partial.params.logprobs))
+    asked = [row for row, p in enumerate(params) if p.logprobs is not None]
+    logprobs = [token_logprobs(logits[row], tokens[row], params[row].logprobs) for row in asked]
+    for row, entry in zip(asked, logprobs, strict=True):  # last: a call that fails has noted nothing
+        partials[row].logprobs.append(entry)
     return tokens
 
 

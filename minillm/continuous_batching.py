@@ -88,7 +88,10 @@ class MemoryManager(Protocol):
 
 
 class SlotManager:
-    """Contiguous memory: a slot of `slot_tokens` tokens for each sequence, whatever it needs of it."""
+    """Contiguous memory: a slot of `slot_tokens` tokens for each sequence, whatever it needs of it.
+
+    Answers what `MemoryManager` asks. `free_slots` are those that nobody has; a sequence's block table is its one slot.
+    """
 
     def __init__(self, num_slots: int, slot_tokens: int):
         for name, value in (("num_slots", num_slots), ("slot_tokens", slot_tokens)):
@@ -135,6 +138,8 @@ class Scheduler:
     max_num_seqs: sequences that run at a time. max_num_batched_tokens: tokens of a pass, the budget that decode and
     prompts share: a long prompt is cut to what is left of it (chunked prefill), so it cannot make everybody else
     wait. With enable_chunked_prefill off a prompt runs whole, in a pass that has room for it.
+
+    `waiting` and `running` hold the sequences, oldest first; `counts` says how many have finished and were aborted.
     """
 
     def __init__(

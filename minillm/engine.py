@@ -21,11 +21,12 @@ from tqdm import tqdm
 
 from .completion import Completion, PartialCompletion, choose_tokens, encode_prompt, prepare
 from .continuous_batching import Scheduler, Sequence, SlotCache, SlotManager, forward, run_step, trace_step
+from .cuda_graphs import DecodeGraphs
 from .kv_cache import kv_bytes
 from .model.llama import Llama
 from .model.sampling import SamplingParams
 from .model.weights import DEFAULT_MODEL, load_model
-from .paged_attention import DEFAULT_BLOCK_SIZE, BlockManager, PagedCache, num_blocks_for, slot_mapping
+from .paged_attention import DEFAULT_BLOCK_SIZE, BlockManager, PagedCache, num_blocks_for
 from .static_batching import PAD, StaticBatch
 from .trace import StepTrace
 
@@ -45,7 +46,6 @@ class Request:
     sequence: Sequence
     partial: PartialCompletion
     outputs: deque[RequestOutput] | None = None  # of a request that somebody waits for; None: `step` returns them
-    kv_bytes: int = 0
 
 
 class LLM:
@@ -119,28 +119,22 @@ class LLM:
         self._counts: Counter[str] = Counter()
         self.trace: list[StepTrace] | None = [] if trace else None
         if batching == "static":
-            self._queue: deque[Request] = deque()
-            self._batch: StaticBatch | None = None
-            self._rows: list[Request] = []  # of the batch
+            self._runner = StaticRunner(self)
             return
         if self.kv == "paged":
-            memory = block_manager(num_blocks, block_size, prefix_caching)
-            self.cache = PagedCache(self.model.config, num_blocks, block_size, self.model.dtype, self.model.device)
+            size, cache_type = (num_blocks, block_size), PagedCache
+            memory = block_manager(*size, prefix_caching)
         else:
-            num_slots = min(self.kv_tokens // self.max_model_len, max_num_seqs)
-            memory = SlotManager(num_slots, self.max_model_len)
-            self.cache = SlotCache(
-                self.model.config, num_slots, self.max_model_len, self.model.dtype, self.model.device
-            )
+            size, cache_type = (min(self.kv_tokens // self.max_model_len, max_num_seqs), self.max_model_len), SlotCache
+            memory = SlotManager(*size)
         needed = 1 if enable_chunked_prefill else self.max_model_len
         budget = max(512, needed) if max_num_batched_tokens is None else max_num_batched_tokens
         if budget < needed:
             raise ValueError(
                 f"max_num_batched_tokens={budget}: must be at least max_model_len ({needed}) without chunked prefill"
             )
-        self.scheduler = scheduler(memory, max_num_seqs, budget, enable_chunked_prefill)
-        on_gpu = self.model.device.type == "cuda" and self.kv == "paged"
-        self._graphs = DecodeGraphs(self.model, self.cache) if on_gpu else None
+        cache = cache_type(self.model.config, *size, self.model.dtype, self.model.device)
+        self._runner = ContinuousRunner(self, scheduler(memory, max_num_seqs, budget, enable_chunked_prefill), cache)
 
     def _blocks_from_memory(self, fraction: float, block_size: int) -> int:
         block_bytes = kv_bytes(self.model.config, block_size, self.model.dtype)
@@ -272,20 +266,7 @@ class LLM:
                   "output_tokens")  # fmt: skip
         numbers = {name: self._counts[name] for name in counts}
         numbers["step_s"] = self._counts["step_s"]  # seconds spent in steps
-        numbers["kv_tokens"] = self.kv_tokens
-        if self.batching == "static":
-            return numbers | {"running": len(self._requests) - len(self._queue), "waiting": len(self._queue)}
-        usage = self.scheduler.memory.usage(self.scheduler.running)
-        return numbers | {
-            "running": len(self.scheduler.running),
-            "waiting": len(self.scheduler.waiting),
-            "kv_tokens_allocated": usage["kv_allocated"],
-            "kv_tokens_used": usage["kv_used"],
-            "blocks": usage["num_blocks"],
-            "blocks_used": len(usage["owners"]),
-            "blocks_cached": len(usage.get("cached", ())),
-            "blocks_free": usage["num_blocks"] - len(usage["owners"]) - len(usage.get("cached", ())),
-        }
+        return numbers | {"kv_tokens": self.kv_tokens} | self._runner.usage()
 
     # --- inside ---------------------------------------------------------------------------------------------
 
@@ -295,11 +276,9 @@ class LLM:
         self._requests[request_id] = request
         if partial.finish_reason:  # the prompt fills the context
             self._emit(request, "")
-        elif self.batching == "static":
-            self._queue.append(request)
         else:
             try:
-                self.scheduler.add(sequence)
+                self._runner.add(request)
             except ValueError:
                 del self._requests[request_id]
                 raise
@@ -318,7 +297,9 @@ class LLM:
         partial, sequence, completion = request.partial, request.sequence, None
         if partial.finish_reason:
             completion = partial.completion(
-                request.kv_bytes, cached_tokens=sequence.num_cached_tokens, preemptions=sequence.num_preemptions
+                self._runner.kv_bytes(request),
+                cached_tokens=sequence.num_cached_tokens,
+                preemptions=sequence.num_preemptions,
             )
             outcome = {"abort": "aborted", "error": "failed"}.get(partial.finish_reason, "finished")
             self._counts[outcome] += 1
@@ -329,14 +310,11 @@ class LLM:
     def _end(self, request: Request, reason: str, error: str | None = None) -> None:
         """End a request from outside: aborted, or failed."""
         text = request.partial.end(reason, error)
-        if self.batching == "static":
-            if request in self._queue:
-                self._queue.remove(request)
-        elif reason == "abort":
-            self.scheduler.abort(request.sequence)
-        else:
-            self.scheduler.finish(request.sequence, reason)
+        self._runner.remove(request, reason)
         self._emit(request, text)
+
+    def _fail(self, request: Request, error: Exception) -> None:
+        self._end(request, "error", f"{type(error).__name__}: {error}")
 
     def _apply_aborts(self) -> None:
         while self._aborts:
@@ -348,7 +326,8 @@ class LLM:
         began = time.perf_counter()
         self._stepping = True
         try:
-            self._static_step() if self.batching == "static" else self._continuous_step()
+            for request, token in self._runner.step():
+                self._push(request, token)
         finally:
             self._stepping = False
             self._apply_aborts()
@@ -360,57 +339,13 @@ class LLM:
         try:
             text = request.partial.push(token)
         except Exception as error:
-            return self._end(request, "error", _describe(error))
+            return self._fail(request, error)
         self._counts["output_tokens"] += 1
-        if request.partial.finish_reason and self.batching == "continuous":
-            self.scheduler.finish(request.sequence, request.partial.finish_reason)
+        if request.partial.finish_reason:
+            self._runner.remove(request, request.partial.finish_reason)
         self._emit(request, text, token)
 
-    # --- continuous batching
-
-    def _continuous_step(self) -> None:
-        if not self.scheduler.has_unfinished:
-            return
-        began = time.perf_counter()
-        step, new = run_step(self.scheduler, self._forward, self._choose)
-        self._counts["preemptions"] += len(step.preempted)
-        if self.trace is not None:
-            self.trace.append(trace_step(step, self.scheduler, time.perf_counter() - began))
-        for sequence, token in new:
-            request = self._requests.get(sequence.request_id)
-            if request is None:  # it failed in this step
-                continue
-            if sequence.num_tokens == sequence.num_prompt_tokens + 1:
-                self._counts["cached_tokens"] += sequence.num_cached_tokens
-            request.kv_bytes = kv_bytes(self.model.config, sequence.num_computed_tokens, self.model.dtype)
-            self._push(request, token)
-
-    def _forward(self, scheduled: list[tuple[Sequence, int]]) -> Tensor:
-        """One pass -> logits. If it fails, each sequence is run alone, and those that fail again end with an error."""
-        try:
-            return self._pass(scheduled)
-        except Exception:
-            if not scheduled:
-                raise
-        logits = []
-        for sequence, num_tokens in list(scheduled):
-            try:
-                logits.append(self._pass([(sequence, num_tokens)]))
-            except Exception as error:
-                scheduled.remove((sequence, num_tokens))  # the step goes on without it
-                self._end(self._requests[sequence.request_id], "error", _describe(error))
-        vocab = self.model.config.vocab_size
-        return torch.cat(logits) if logits else torch.empty(0, vocab)
-
-    def _pass(self, scheduled: list[tuple[Sequence, int]]) -> Tensor:
-        if self._graphs and self._graphs.can_run(scheduled):
-            return self._graphs.run(scheduled)
-        return forward(self.model, self.cache, scheduled)
-
-    def _choose(self, logits: Tensor, sequences: list[Sequence]) -> list[int]:
-        return self._choose_or_fail(logits, [self._requests[s.request_id] for s in sequences])
-
-    def _choose_or_fail(self, logits: Tensor, requests: list[Request]) -> list[int]:
+    def _choose(self, logits: Tensor, requests: list[Request]) -> list[int]:
         """The next token of each; a request whose choice fails ends with an error, and PAD stands in its place."""
         try:
             return choose_tokens(self.model, logits, [request.partial for request in requests])
@@ -422,132 +357,135 @@ class LLM:
                 tokens += choose_tokens(self.model, logits[row : row + 1], [request.partial])
             except Exception as error:
                 tokens.append(PAD)
-                self._end(request, "error", _describe(error))
+                self._fail(request, error)
         return tokens
 
-    # --- static batching
 
-    def _static_step(self) -> None:
-        if self._batch is None or self._batch.done:
-            self._start_batch()
-        began, rows = time.perf_counter(), self._rows
+class ContinuousRunner:
+    """Steps 5 and 6: a scheduler over a memory, and the cache that goes with it."""
+
+    def __init__(self, llm: LLM, scheduler: Scheduler, cache: SlotCache | PagedCache):
+        self.llm, self.scheduler, self.cache = llm, scheduler, cache
+        on_gpu = llm.model.device.type == "cuda" and llm.kv == "paged"
+        self.graphs = DecodeGraphs(llm.model, cache) if on_gpu else None
+
+    def add(self, request: Request) -> None:
+        self.scheduler.add(request.sequence)
+
+    def remove(self, request: Request, reason: str) -> None:
+        if reason == "abort":
+            self.scheduler.abort(request.sequence)
+        else:
+            self.scheduler.finish(request.sequence, reason)
+
+    def step(self) -> list[tuple[Request, int]]:
+        """One pass -> new tokens."""
+        if not self.scheduler.has_unfinished:
+            return []
+        llm, began = self.llm, time.perf_counter()
+        step, new = run_step(
+            self.scheduler,
+            self._forward,
+            lambda logits, ready: llm._choose(logits, [llm._requests[s.request_id] for s in ready]),
+        )
+        llm._counts["preemptions"] += len(step.preempted)
+        if llm.trace is not None:
+            llm.trace.append(trace_step(step, self.scheduler, time.perf_counter() - began))
+        for sequence, _ in new:
+            if sequence.num_tokens == sequence.num_prompt_tokens + 1:
+                llm._counts["cached_tokens"] += sequence.num_cached_tokens
+        return [(llm._requests[s.request_id], token) for s, token in new if s.request_id in llm._requests]
+
+    def _forward(self, scheduled: list[tuple[Sequence, int]]) -> Tensor:
+        """One pass -> logits. If it fails, each sequence is run alone, and those that fail again end with an error."""
         try:
-            new = self._batch.step()
+            return self._pass(scheduled)
+        except Exception:
+            logits = [torch.empty(0, self.llm.model.config.vocab_size, device=self.llm.model.device)]
+        for sequence, num_tokens in list(scheduled):
+            try:
+                logits.append(self._pass([(sequence, num_tokens)]))
+            except Exception as error:
+                scheduled.remove((sequence, num_tokens))  # the step goes on without it
+                self.llm._fail(self.llm._requests[sequence.request_id], error)
+        return torch.cat(logits)
+
+    def _pass(self, scheduled: list[tuple[Sequence, int]]) -> Tensor:
+        if self.graphs and self.graphs.can_run(scheduled):
+            return self.graphs.run(scheduled)
+        return forward(self.llm.model, self.cache, scheduled)
+
+    def kv_bytes(self, request: Request) -> int:
+        return kv_bytes(self.llm.model.config, request.sequence.num_computed_tokens, self.llm.model.dtype)
+
+    def usage(self) -> dict[str, int]:
+        usage = self.scheduler.memory.usage(self.scheduler.running)
+        cached = len(usage.get("cached", ()))
+        return {
+            "running": len(self.scheduler.running),
+            "waiting": len(self.scheduler.waiting),
+            "kv_tokens_allocated": usage["kv_allocated"],
+            "kv_tokens_used": usage["kv_used"],
+            "blocks": usage["num_blocks"],
+            "blocks_used": len(usage["owners"]),
+            "blocks_cached": cached,
+            "blocks_free": usage["num_blocks"] - len(usage["owners"]) - cached,
+        }
+
+
+class StaticRunner:
+    """Step 4: a queue, and one rectangle at a time from it."""
+
+    def __init__(self, llm: LLM):
+        self.llm = llm
+        self.queue: deque[Request] = deque()
+        self.rows: list[Request] = []
+        self.batch: StaticBatch | None = None
+
+    def add(self, request: Request) -> None:
+        self.queue.append(request)
+
+    def remove(self, request: Request, reason: str) -> None:
+        if request in self.queue:  # a row of the rectangle stays in it to the end
+            self.queue.remove(request)
+
+    def step(self) -> list[tuple[Request, int]]:
+        """One pass -> new tokens."""
+        if self.batch is None or self.batch.done:
+            self._start_batch()
+        llm, began = self.llm, time.perf_counter()
+        try:
+            new = self.batch.step()
         except Exception as error:  # one rectangle: it fails as a whole
-            for request in rows:
+            for request in self.rows:
                 if not request.partial.finish_reason:
-                    self._end(request, "error", _describe(error))
-            return
-        if self.trace is not None:
-            ids = [request.sequence.request_id for request in rows]
-            self.trace.append(self._batch.trace(ids, time.perf_counter() - began))
-        for row, token in new:
-            if not rows[row].partial.finish_reason:
-                self._push(rows[row], token)
+                    llm._fail(request, error)
+            return []
+        if llm.trace is not None:
+            ids = [request.sequence.request_id for request in self.rows]
+            llm.trace.append(self.batch.trace(ids, time.perf_counter() - began))
+        return [(self.rows[row], token) for row, token in new if not self.rows[row].partial.finish_reason]
 
     def _start_batch(self) -> None:
         """Take from the queue what fits a rectangle in the memory, at least one."""
-        self._rows, width, new = [], 0, 0
-        while self._queue and len(self._rows) < self.max_num_seqs:
-            partial = self._queue[0].partial
+        rows, width, new = [], 0, 0
+        while self.queue and len(rows) < self.llm.max_num_seqs:
+            partial = self.queue[0].partial
             width, new = max(width, len(partial.prompt_ids)), max(new, partial.max_tokens)
-            if self._rows and (len(self._rows) + 1) * (width + new) > self.kv_tokens:
+            if rows and (len(rows) + 1) * (width + new) > self.llm.kv_tokens:
                 break
-            self._rows.append(self._queue.popleft())
-        rows = self._rows
-        self._batch = StaticBatch(
-            self.model,
-            [request.partial for request in rows],
-            choose=lambda model, logits, partials: self._choose_or_fail(
-                logits, [request for request in rows if not request.partial.finish_reason]
-            ),
-        )
-        for request in rows:
-            request.kv_bytes = self._batch.kv_bytes_per_row
+            rows.append(self.queue.popleft())
 
+        def choose(model: Llama, logits: Tensor, partials: list[PartialCompletion]) -> list[int]:
+            return self.llm._choose(logits, [request for request in rows if request.partial in partials])
 
-class DecodeGraphs:
-    """Decode passes, recorded once as CUDA graphs and replayed: the CPU then launches one graph instead of a thousand
-    small kernels.
+        self.rows, self.batch = rows, StaticBatch(self.llm.model, [request.partial for request in rows], choose)
 
-    A graph has fixed shapes and addresses. So there is one for each bucket of batch size and table width (powers of
-    two), with tensors that are filled before it is replayed; rows that only fill up the batch write to the pad block,
-    and read it. On the CPU the same passes run without a graph, for tests.
-    """
+    def kv_bytes(self, request: Request) -> int:
+        return self.batch.kv_bytes_per_row if request in self.rows else 0
 
-    def __init__(self, model: Llama, cache: PagedCache):
-        self.model, self.cache = model, cache
-        self._pool = None  # the graphs share their memory: only one runs at a time
-        self._passes: dict[tuple[int, int], tuple[dict[str, Tensor], Callable[[], Tensor]]] = {}
-
-    @staticmethod
-    def can_run(scheduled: list[tuple[Sequence, int]]) -> bool:
-        """Does each sequence run one token, its last?"""
-        return all(n == 1 and s.num_computed_tokens + 1 == s.num_tokens for s, n in scheduled)
-
-    @torch.inference_mode()
-    def run(self, scheduled: list[tuple[Sequence, int]]) -> Tensor:
-        """-> logits [len(scheduled), vocab]"""
-        self.cache.copy_blocks(scheduled)
-        sequences = [sequence for sequence, _ in scheduled]
-        pad, size = self.cache.pad_block, self.cache.block_size
-        B = _power_of_two(len(sequences))
-        W = _power_of_two(max(num_blocks_for(s.num_tokens, size) for s in sequences))
-        padding = B - len(sequences)
-        values = {
-            "tokens": [s.token_ids[-1] for s in sequences] + [PAD] * padding,
-            "positions": [s.num_computed_tokens for s in sequences] + [0] * padding,
-            "slot_mapping": [slot_mapping(s.block_table, s.num_computed_tokens, 1, size)[0] for s in sequences]
-            + [pad * size] * padding,
-            "block_tables": [s.block_table + [pad] * (W - len(s.block_table)) for s in sequences]
-            + [[pad] * W] * padding,
-            "seq_lens": [s.num_tokens for s in sequences] + [1] * padding,
-        }  # fmt: skip
-        inputs, replay = self._passes.get((B, W)) or self._record(B, W)
-        for name, tensor in inputs.items():
-            tensor.copy_(torch.tensor(values[name]))
-        return replay()[: len(sequences)]
-
-    def _record(self, B: int, W: int) -> tuple[dict[str, Tensor], Callable[[], Tensor]]:
-        device, pad = self.model.device, self.cache.pad_block
-        zeros = torch.zeros(B, dtype=torch.int64, device=device)
-        inputs = {
-            "tokens": zeros.clone(),
-            "positions": zeros.clone(),
-            "slot_mapping": torch.full_like(zeros, pad * self.cache.block_size),
-            "block_tables": torch.full((B, W), pad, device=device),
-            "seq_lens": torch.ones_like(zeros),
-        }
-
-        def decode() -> Tensor:
-            self.cache.prepare_decode(inputs["slot_mapping"], inputs["block_tables"], inputs["seq_lens"])
-            return self.model.logits(self.model(inputs["tokens"], inputs["positions"], self.cache))
-
-        replay = self._capture(decode) if device.type == "cuda" else decode
-        self._passes[B, W] = inputs, replay
-        return inputs, replay
-
-    def _capture(self, decode: Callable[[], Tensor]) -> Callable[[], Tensor]:
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):  # libraries set themselves up in the first passes, which a graph must not hold
-            for _ in range(2):
-                decode()
-        torch.cuda.current_stream().wait_stream(stream)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
-            logits = decode()
-        self._pool = self._pool or graph.pool()
-
-        def replay() -> Tensor:
-            graph.replay()
-            return logits
-
-        return replay
-
-
-def _power_of_two(n: int) -> int:
-    return 1 << (n - 1).bit_length()
+    def usage(self) -> dict[str, int]:
+        return {"running": len(self.llm._requests) - len(self.queue), "waiting": len(self.queue)}
 
 
 def free_memory(device: torch.device) -> int:
@@ -572,7 +510,3 @@ CGROUP_FILES = [
 def _check_choice(name: str, value: str, allowed: tuple[str, ...]) -> None:
     if value not in allowed:
         raise ValueError(f"{name}={value!r}: must be {' or '.join(map(repr, allowed))}")
-
-
-def _describe(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}"

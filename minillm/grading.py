@@ -125,6 +125,7 @@ def pytest_addoption(parser):
     group.addoption("--solution", action="store_true", help="grade the package's own code")
     group.addoption("--submission", metavar="PATH", help="grade a student's file, or a folder with exercise.py")
     group.addoption("--mutant", metavar="PATH", help="grade the solution with this wrong part laid over it")
+    group.addoption("--task", metavar="N.M", help="grade this task only")
     group.addoption("--results", metavar="PATH", help="write Gradescope's results.json")
 
 
@@ -139,6 +140,17 @@ def pytest_configure(config):
 
 def _graded(item) -> GradedTest | None:
     return item.config.stash[_TESTS].get(item.nodeid.split("[")[0])
+
+
+def pytest_collection_modifyitems(config, items):
+    if number := config.option.task:
+        marks = {item: item.get_closest_marker("task") for item in items}
+        chosen = [item for item, mark in marks.items() if mark and mark.kwargs["number"] == number]
+        if not chosen:
+            numbers = sorted({mark.kwargs["number"] for mark in marks.values() if mark})
+            raise pytest.UsageError(f"--task={number!r}: must be one of {', '.join(numbers)}")
+        config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
+        items[:] = chosen
 
 
 def pytest_collection_finish(session):
@@ -227,6 +239,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     code = parser.add_mutually_exclusive_group()
     code.add_argument("--submission", metavar="PATH", help="grade this file, or this folder's exercise.py")
     code.add_argument("--solution", action="store_true", help="grade the package's own code")
+    parser.add_argument("--task", metavar="N.M", help="grade this task only")
     parser.add_argument("--results", metavar="PATH", help="also write Gradescope's results.json here")
     parser.add_argument("--json", action="store_true", help="one object on stdout instead of the table")
     parser.add_argument("--verbose", action="store_true", help="show pytest's own report too")
@@ -243,10 +256,13 @@ def main(args: argparse.Namespace) -> int:
         command = [sys.executable, "-m", "pytest", str(lesson / "test_exercise.py"), "-p", "minillm.grading", "-q",
                    "-p", "no:cacheprovider", "--rootdir", str(LESSONS.parent), "--results", str(file)]  # fmt: skip
         command += ["--solution"] if args.solution else []
+        command += ["--task", args.task] if args.task else []
         command += ["--submission", str(Path(args.submission).resolve())] if args.submission else []
         run = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL)
         if args.verbose:
             print(run.stdout + run.stderr, file=sys.stderr)
+        if run.returncode == pytest.ExitCode.USAGE_ERROR:
+            raise ValueError(run.stderr.strip().removeprefix("ERROR: "))
         if not file.exists():
             raise ValueError(f"{lesson.name}: the tests could not be collected:\n{(run.stdout + run.stderr)[-2000:]}")
         graded = json.loads(file.read_text())

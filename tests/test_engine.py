@@ -9,7 +9,8 @@ import torch
 from minillm import LLM, SamplingParams, engine, naive_decode, prefill_decode
 from minillm.completion import PartialCompletion
 from minillm.continuous_batching import Scheduler
-from minillm.engine import DecodeGraphs, free_memory
+from minillm.cuda_graphs import DecodeGraphs
+from minillm.engine import free_memory
 from minillm.paged_attention import BlockManager, audit
 
 PROMPTS = ["x", "four", "seven_7", "eight__8", "sixteen tokens!!", "and seventeen...."]
@@ -56,7 +57,7 @@ def at_rest(llm):
     numbers = llm.metrics()
     assert numbers["running"] == numbers["waiting"] == 0 and not llm.has_unfinished
     if llm.kv == "paged":
-        audit(llm.scheduler.memory, [])
+        audit(llm._runner.scheduler.memory, [])
         assert numbers["blocks_used"] == 0 and numbers["blocks_free"] + numbers["blocks_cached"] == numbers["blocks"]
 
 
@@ -272,9 +273,9 @@ def test_C13_a_row_whose_logits_went_nan_ends_with_an_error_and_is_forgotten(tin
     llm.add_request(prompt, params, "sick")
     for _ in range(4):
         llm.step()
-    sick = next(s for s in llm.scheduler.running if s.request_id == "sick")
+    sick = next(s for s in llm._runner.scheduler.running if s.request_id == "sick")
     assert 8 <= sick.num_computed_tokens < sick.num_prompt_tokens, "some of its blocks are in the prefix cache already"
-    llm.cache.k[:, sick.block_table] = float("nan")
+    llm._runner.cache.k[:, sick.block_table] = float("nan")
     completions, _ = drain(llm)
     assert completions["sick"].finish_reason == "error" and "no finite maximum" in completions["sick"].error
     assert results([completions["well"]]) == results([expected[5]])
@@ -411,11 +412,11 @@ def test_a_block_manager_and_a_scheduler_of_ones_own(tiny_model, expected):
 def test_decode_in_padded_buckets_gives_the_same_tokens(tiny_model, expected, num_blocks):
     """What CUDA graphs record, run without a graph: fixed shapes, batch and table padded to powers of two."""
     llm = LLM(tiny_model, num_blocks=num_blocks, block_size=4)
-    llm._graphs = DecodeGraphs(tiny_model, llm.cache)
-    llm.cache.k.fill_(float("nan"))
-    llm.cache.v.fill_(float("nan"))
+    llm._runner.graphs = DecodeGraphs(tiny_model, llm._runner.cache)
+    llm._runner.cache.k.fill_(float("nan"))
+    llm._runner.cache.v.fill_(float("nan"))
     assert results(llm.generate(PROMPTS, PARAMS)) == results(expected)
-    sizes = llm._graphs._passes
+    sizes = llm._runner.graphs._passes
     assert len(sizes) > 2 and all(B & (B - 1) == W & (W - 1) == 0 for B, W in sizes)
 
 
@@ -425,5 +426,5 @@ def test_cuda_graphs_give_the_tokens_of_the_same_passes_without(tiny_config):
 
     model = random_model(tiny_config, dtype=torch.float32).to("cuda")
     with_graphs, without = LLM(model), LLM(model)
-    without._graphs = None
+    without._runner.graphs = None
     assert results(with_graphs.generate(PROMPTS, PARAMS)) == results(without.generate(PROMPTS, PARAMS))

@@ -51,7 +51,8 @@ def test_the_stubs_fail_everything(path, tmp_path):
 @by_name(MUTANTS)
 def test_a_mutant_fails_its_task(path, tmp_path):
     number = mutant_task(path)
-    entries = run(ROOT / "lessons" / path.parent.name / "test_exercise.py", tmp_path, "--mutant", path)
+    test_file = ROOT / "lessons" / path.parent.name / "test_exercise.py"
+    entries = run(test_file, tmp_path, "--mutant", path, "--task", number)
     assert entries[number]["score"] < entries[number]["max_score"], "this mistake costs nothing"
     assert "could not be imported" not in entries[number]["output"]
 
@@ -184,6 +185,13 @@ def test_a_submission_from_elsewhere(tmp_path):
         assert scores(entries) == {"9.1": 3, "9.2": 3}
 
 
+def test_one_task_only(tmp_path):
+    entries, _ = grade(tmp_path, DOUBLE, "--task", "9.1")
+    assert scores(entries) == {"9.1": 3}
+    _, done = grade(tmp_path, DOUBLE, "--task", "9.7")
+    assert done.returncode == 4 and "--task='9.7': must be one of 9.1, 9.2" in done.stderr
+
+
 def test_options_exclude_each_other(tmp_path):
     _, done = grade(tmp_path, DOUBLE, "--solution", "--submission", "x.py")
     assert done.returncode == 4 and "must be at most one of them" in done.stderr
@@ -198,11 +206,14 @@ def test_the_command(tmp_path):
     graded = json.loads(done.stdout)
     assert done.returncode == 0 and graded == json.loads((tmp_path / "out.json").read_text())
     assert graded["score"] == sum(t["max_score"] for t in graded["tests"])
+    one = json.loads(command("2", "--solution", "--task", "2.3", "--json").stdout)
+    assert [t["number"] for t in one["tests"]] == ["2.3"]
     stubs = command("02")
     assert stubs.returncode == 1 and "Task 2.1" in stubs.stdout and "not implemented yet" in stubs.stdout
     for arguments, message in (
         (("77",), "lesson='77': must be one of 00_model"),
         (("02", "--submission", "no.py"), "no.py"),
+        (("02", "--task", "9.9"), "--task='9.9': must be one of 2.1, 2.2, 2.3"),
     ):
         done = command(*arguments)
         assert done.returncode == 2 and message in done.stderr and done.stderr.count("\n") == 1
