@@ -9,6 +9,7 @@ from matplotlib.axes import Axes
 from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch, Rectangle
+from matplotlib.ticker import MaxNLocator
 
 from .trace import StepTrace
 
@@ -82,6 +83,7 @@ def gantt(trace: Sequence[StepTrace], title: str = "") -> Figure:
         axes.plot(*zip(*crosses, strict=True), "x", color=RED, markersize=6)
     every = max(1, len(ids) // 16)
     axes.set_yticks(range(0, len(ids), every), [str(i) for i in ids[::every]])
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.set_xlabel("step")
     axes.set_ylabel("request")
     handles = [Patch(color=BLUE), Patch(color=ORANGE), Patch(color=LIGHT)]
@@ -146,5 +148,8 @@ def waste(traces: dict[str, Sequence[StepTrace]], bytes_per_token: int = 1) -> F
         axes.set_xlabel("step")
         axes.spines[["top", "right"]].set_visible(False)
     panels[0].set_ylabel("tokens" if bytes_per_token == 1 else "bytes")
-    panels[0].legend(fontsize=8, loc="upper right")
+    panels[0].set_ylim(
+        0, 1.35 * max(step.kv_allocated for trace in traces.values() for step in trace) * bytes_per_token
+    )
+    panels[0].legend(fontsize=8, loc="upper right", ncols=2)
     return figure

@@ -48,13 +48,16 @@ class Waste:
     padded_prompt_tokens: int  # places of prefill passes that held no token
     finished_decode_slots: int  # places of decode passes whose request had ended
     kv_waste: float  # part of the memory given to requests that held no token, over all steps
+    unused_kv_bytes: float  # the same in bytes, mean over the steps
 
     @classmethod
-    def of(cls, trace: list[StepTrace]) -> Waste:
+    def of(cls, trace: list[StepTrace], bytes_per_token: int = 1) -> Waste:
+        """bytes_per_token: `kv_bytes(config, 1, dtype)`; without it, unused_kv_bytes is in tokens."""
         allocated, used = sum(step.kv_allocated for step in trace), sum(step.kv_used for step in trace)
         rows = [row for step in trace for row in step.rows]
         return cls(
             padded_prompt_tokens=sum(row.padding for row in rows if not row.decode),
             finished_decode_slots=sum(row.padding for row in rows if row.decode),
             kv_waste=1 - used / allocated if allocated else 0.0,
+            unused_kv_bytes=bytes_per_token * (allocated - used) / len(trace) if trace else 0.0,
         )

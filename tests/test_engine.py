@@ -1,5 +1,6 @@
 """LLM: any two settings give the same tokens; requests come, go, fail and are aborted without touching each other."""
 
+import dataclasses
 import itertools
 import random
 
@@ -11,6 +12,7 @@ from minillm.completion import PartialCompletion
 from minillm.continuous_batching import Scheduler
 from minillm.cuda_graphs import DecodeGraphs
 from minillm.engine import free_memory
+from minillm.model.weights import random_model
 from minillm.paged_attention import BlockManager, audit
 
 PROMPTS = ["x", "four", "seven_7", "eight__8", "sixteen tokens!!", "and seventeen...."]
@@ -330,6 +332,17 @@ def test_the_memory_ends_a_request_as_the_context_does(tiny_model):
         assert (len(cut.token_ids), cut.finish_reason) == (12, "length")
 
 
+@pytest.mark.parametrize("settings", [{"batching": "static"}, {"kv": "contiguous"}, {}], ids=str)
+def test_C06_the_contexts_end(tiny_config, settings):
+    model = random_model(dataclasses.replace(tiny_config, max_position_embeddings=16))
+    llm = LLM(model, block_size=4, **settings)
+    out = llm.generate([list(range(n)) for n in (14, 15, 16)], SamplingParams(max_tokens=100, ignore_eos=True))
+    assert [(len(c.token_ids), c.finish_reason) for c in out] == [(2, "length"), (1, "length"), (0, "length")]
+    with pytest.raises(ValueError, match="17 tokens, must be at most the context's 16"):
+        llm.generate([list(range(17))])
+    at_rest(llm)
+
+
 def test_the_pool_is_sized_from_memory(tiny_model, monkeypatch):
     assert LLM(tiny_model).kv_tokens == 32 * 256, "no more than the longest sequences need"
     block = 2 * 2 * 2 * 16 * 4 * 16  # bytes of 16 tokens
@@ -422,8 +435,6 @@ def test_decode_in_padded_buckets_gives_the_same_tokens(tiny_model, expected, nu
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_cuda_graphs_give_the_tokens_of_the_same_passes_without(tiny_config):
-    from minillm.model.weights import random_model
-
     model = random_model(tiny_config, dtype=torch.float32).to("cuda")
     with_graphs, without = LLM(model), LLM(model)
     without._runner.graphs = None

@@ -4,9 +4,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from minillm import naive_decode
 from minillm.completion import prepare
+from minillm.kv_cache import kv_bytes
 from minillm.model.llama import attention
 from minillm.model.sampling import SamplingParams
 from minillm.naive_decode import NoCache
@@ -114,18 +116,20 @@ def test_C03_in_bfloat16_a_flip_needs_a_narrow_margin(tiny_config):
     assert noise < 0.02 * alone.abs().max().item(), "more than rounding"
 
 
-def test_C45_rows_that_see_nothing_are_zero_and_harmless():
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("backend", [SDPBackend.MATH, SDPBackend.FLASH_ATTENTION])
+def test_C45_rows_that_see_nothing_are_zero_and_harmless(backend, dtype):
     torch.manual_seed(0)
-    for dtype in (torch.float32, torch.bfloat16):
-        q, k, v = (torch.randn(3, 4, heads, 16).to(dtype) for heads in (6, 2, 2))
-        mask = torch.ones(3, 4, 4, dtype=torch.bool).tril()
-        expected = batched_attention(q, k, v, mask)
-        mask[1] = False  # a row of pads
-        mask[2, :2] = False  # pad queries
-        out = batched_attention(q, k, v, mask)
-        assert (out[1] == 0).all() and (out[2, :2] == 0).all()
-        assert torch.equal(out[0], expected[0]) and out.isfinite().all()
-        torch.testing.assert_close(out[2, 2:], expected[2, 2:])
+    q, k, v = (torch.randn(3, 4, heads, 16).to(dtype) for heads in (6, 2, 2))
+    whole = torch.ones(3, 4, 4, dtype=torch.bool).tril()
+    mask = whole.clone()
+    mask[1] = False  # a row of pads
+    mask[2, :2] = False  # pad queries
+    with sdpa_kernel(backend):
+        expected, out = batched_attention(q, k, v, whole), batched_attention(q, k, v, mask)
+    assert (out[1] == 0).all() and (out[2, :2] == 0).all()
+    assert torch.equal(out[0], expected[0]) and out.isfinite().all()
+    torch.testing.assert_close(out[2, 2:], expected[2, 2:])
 
 
 @settings(max_examples=40, deadline=None)
@@ -170,6 +174,9 @@ def test_the_waste_is_what_the_lengths_say(tiny_model):
     assert waste.finished_decode_slots == sum(20 - n for n in new)
     held = sum(sum(p + i for i in range(n)) for p, n in zip(lengths, new, strict=True))
     assert waste.kv_waste == pytest.approx(1 - held / (20 * 4 * (12 + 20)))
+    token = kv_bytes(tiny_model.config, 1, torch.float32)
+    assert Waste.of(trace, token).unused_kv_bytes == pytest.approx(token * (4 * (12 + 20) - held / 20))
+    assert Waste.of([]).unused_kv_bytes == Waste.of([]).kv_waste == 0
     assert sum(step.num_tokens for step in trace) == sum(lengths) + sum(n - 1 for n in new)
 
 

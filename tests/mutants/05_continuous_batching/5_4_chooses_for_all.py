@@ -1,0 +1,20 @@
+"""Task 5.4: asks for a token of every scheduled sequence"""
+
+from __future__ import annotations
+
+from minillm.continuous_batching import *
+
+
+def run_step(
+    scheduler: Scheduler,
+    forward: Callable[[list[tuple[Sequence, int]]], Tensor],
+    choose: Callable[[Tensor, list[Sequence]], list[int]],
+) -> tuple[ScheduledStep, list[tuple[Sequence, int]]]:
+    step = scheduler.schedule()
+    logits = forward(step.scheduled)
+    scheduler.update(step)
+    ready = [s for s, _ in step.scheduled]
+    new = list(zip(ready, choose(logits, ready), strict=True)) if ready else []
+    for sequence, token in new:
+        sequence.token_ids.append(token)
+    return step, new

@@ -1,0 +1,10 @@
+"""Task 6.1: the block number is not multiplied by the block size"""
+
+from __future__ import annotations
+
+from minillm.paged_attention import *
+
+
+def slot_mapping(block_table: list[int], start: int, num_tokens: int, block_size: int) -> list[int]:
+    positions = range(start, start + num_tokens)
+    return [block_table[p // block_size] + p % block_size for p in positions]

@@ -1,0 +1,20 @@
+"""Task 6.3: only the first block of a sequence is given back"""
+
+from __future__ import annotations
+
+import minillm.paged_attention as module
+from minillm.paged_attention import *
+
+
+class BlockManager(module.BlockManager):
+    def free(self, sequence: Sequence) -> None:
+        failed = sequence.finish_reason == "error"
+        if not failed:
+            self._share_computed(sequence)
+        self._chains.pop(sequence, None)
+        for block in sequence.block_table[:1]:
+            if failed:
+                self._forget(block)
+            self._release(block)
+        sequence.block_table = []
+        sequence.block_copy = None
