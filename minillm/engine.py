@@ -380,14 +380,21 @@ class ContinuousRunner:
 
     def step(self) -> list[tuple[Request, int]]:
         """One pass -> new tokens."""
+        if late := self._not_pushed():
+            return late
         if not self.scheduler.has_unfinished:
             return []
         llm, began = self.llm, time.perf_counter()
-        step, new = run_step(
-            self.scheduler,
-            self._forward,
-            lambda logits, ready: llm._choose(logits, [llm._requests[s.request_id] for s in ready]),
-        )
+        try:
+            step, new = run_step(
+                self.scheduler,
+                self._forward,
+                lambda logits, ready: llm._choose(logits, [llm._requests[s.request_id] for s in ready]),
+            )
+        except BaseException:  # Ctrl-C after a pass and before its tokens were chosen: last tokens are run again
+            for sequence in self.scheduler.running:
+                sequence.num_computed_tokens = min(sequence.num_computed_tokens, sequence.num_tokens - 1)
+            raise
         llm._counts["preemptions"] += len(step.preempted)
         if llm.trace is not None:
             llm.trace.append(trace_step(step, self.scheduler, time.perf_counter() - began))
@@ -395,6 +402,12 @@ class ContinuousRunner:
             if sequence.num_tokens == sequence.num_prompt_tokens + 1:
                 llm._counts["cached_tokens"] += sequence.num_cached_tokens
         return [(llm._requests[s.request_id], token) for s, token in new if s.request_id in llm._requests]
+
+    def _not_pushed(self) -> list[tuple[Request, int]]:
+        """Tokens that were chosen when Ctrl-C came, and have not reached their requests."""
+        requests = [self.llm._requests[s.request_id] for s in self.scheduler.running]
+        had = [(r, r.sequence.num_prompt_tokens + len(r.partial.token_ids)) for r in requests]
+        return [(r, r.sequence.token_ids[n]) for r, n in had if n < r.sequence.num_tokens]
 
     def _forward(self, scheduled: list[tuple[Sequence, int]]) -> Tensor:
         """One pass -> logits. If it fails, each sequence is run alone, and those that fail again end with an error."""

@@ -1,5 +1,6 @@
 """LLM: any two settings give the same tokens; requests come, go, fail and are aborted without touching each other."""
 
+import contextlib
 import dataclasses
 import itertools
 import random
@@ -204,6 +205,39 @@ def test_an_interrupt_leaves_nothing_behind(tiny_model, expected):
     at_rest(llm)
     assert llm.metrics()["aborted"] == 5, "one had ended with the first token"
     assert results(llm.generate(PROMPTS, PARAMS)) == results(expected)
+
+
+@pytest.mark.parametrize("call", [2, 5, 9])
+@pytest.mark.parametrize("where", ["forward", "choose", "push"])
+def test_an_interrupt_within_a_step_loses_no_token(tiny_model, expected, where, call, monkeypatch):
+    """Ctrl-C in the middle, and the loop goes on later: no token is missing, doubled or drawn otherwise."""
+    seeded = SamplingParams(max_tokens=10, temperature=1.0, seed=3, frequency_penalty=0.5, ignore_eos=True)
+    [draws] = naive_decode.generate(tiny_model, ["four"], seeded)
+    owner, name = {
+        "forward": (engine, "forward"), "choose": (engine, "choose_tokens"), "push": (PartialCompletion, "push"),
+    }[where]  # fmt: skip
+    real, calls = getattr(owner, name), []
+
+    def interrupted(*args):
+        calls.append(1)
+        if len(calls) == call:
+            raise KeyboardInterrupt
+        return real(*args)
+
+    monkeypatch.setattr(owner, name, interrupted)
+    llm = LLM(tiny_model, block_size=4)
+    for i in range(6):
+        llm.add_request(PROMPTS[i], PARAMS[i], i)
+    llm.add_request("four", seeded, "seeded")
+    completions = {}
+    for _ in range(2):
+        with contextlib.suppress(KeyboardInterrupt):
+            while llm.has_unfinished:
+                completions |= {o.request_id: o.completion for o in llm.step() if o.completion}
+    assert len(calls) > call, "the interrupt came in the middle"
+    assert results([completions[i] for i in range(6)]) == results(expected)
+    assert completions["seeded"].token_ids == draws.token_ids
+    at_rest(llm)
 
 
 @pytest.mark.parametrize("settings, where", [
