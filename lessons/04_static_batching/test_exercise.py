@@ -78,9 +78,10 @@ def test_each_row_as_if_alone(exercise, heads, kv_heads, dim, T, M):
 @task("4.2", "Batched grouped-query attention", points=1)
 def test_a_query_that_sees_nothing_gives_zero(exercise):
     torch.manual_seed(0)
-    q, k, v = torch.randn(2, 3, 6, 16), torch.randn(2, 3, 2, 16), torch.randn(2, 3, 2, 16)
-    out = exercise.batched_attention(q, k, v, ragged_mask([3, 1], 3, 3))
+    q, k, v = torch.randn(3, 3, 6, 16), torch.randn(3, 3, 2, 16), torch.randn(3, 3, 2, 16)
+    out = exercise.batched_attention(q, k, v, ragged_mask([3, 1, 0], 3, 3))
     assert (out[1, :2] == 0).all(), "softmax over nothing is NaN; a pad's output must be zero"
+    assert (out[2] == 0).all(), "a row of nothing but pads must be zero"
     assert out.isfinite().all()
 
 
@@ -108,7 +109,7 @@ def test_positions_start_at_each_first_token(exercise):
     assert cache.extend(torch.ones(3, 1, dtype=torch.bool)).tolist() == [[5], [8], [14]], "pads are not counted"
 
 
-@task("4.3", "Positions, mask and pads", points=3)
+@task("4.3", "Positions, mask and pads", points=2)
 def test_each_row_is_what_it_is_alone_in_prefill_and_decode(exercise, model):
     cache = exercise.PaddedCache(CONFIG, 3, 32, torch.float32)
     logits, _ = run(cache, model, *left_pad(PROMPTS))
@@ -145,13 +146,31 @@ def test_decode_does_not_look_at_pads(exercise, model, value):
 
 
 @task("4.3", "Positions, mask and pads", points=1)
+def test_a_pad_between_decode_steps_is_seen_by_nobody(exercise, model):
+    cache = exercise.PaddedCache(CONFIG, 3, 20, torch.float32)
+    run(cache, model, *left_pad(PROMPTS))
+    run(cache, model, torch.tensor([[1], [200], [2]]), torch.tensor([[True], [False], [True]]))  # row 1: a pad
+    logits, _ = run(cache, model, *column([3, 4, 5]))
+    for row, new in enumerate([[1, 3], [4], [2, 5]]):
+        ids = PROMPTS[row] + new
+        with torch.inference_mode():
+            alone = model.logits(model(torch.tensor(ids), torch.arange(len(ids)), NoCache())[-1:])[0]
+        torch.testing.assert_close(
+            logits[row], alone, atol=1e-4, rtol=0, msg=f"row {row}: a place of a decode column can be a pad, too"
+        )
+
+
+@task("4.3", "Positions, mask and pads", points=1)
 def test_a_full_rectangle_refuses(exercise):
     cache = exercise.PaddedCache(CONFIG, 2, 4, torch.float32)
     cache.extend(torch.ones(2, 3, dtype=torch.bool))
     with pytest.raises(ValueError):
         cache.extend(torch.ones(2, 2, dtype=torch.bool))
-    assert cache.length == 3, "a refused extend must leave the cache as it was"
-    cache.extend(torch.ones(2, 1, dtype=torch.bool))
+    try:
+        positions = cache.extend(torch.ones(2, 1, dtype=torch.bool))
+    except ValueError:
+        pytest.fail("a refused extend must leave the cache as it was: there is room for one more column")
+    assert positions.tolist() == [[3], [3]], "a refused extend must leave the cache as it was"
 
 
 @task("4.4", "The padded decode loop", points=3)

@@ -19,4 +19,5 @@ class PaddedCache(module.PaddedCache):
         self.mask = causal & held[:, None, :] & real[:, :, None]  # [rows, T, M]
         rows, pads = (~held).nonzero(as_tuple=True)
         self.pads = rows * self.capacity + pads  # as indices into [rows * capacity]
-        return (held.cumsum(dim=1)[:, self.start :] - 1).clamp(min=0) if self.start == 0 else (columns[self.start :] - (~held[:, : int(held.int().argmax(1).max()) + 1]).sum(1, keepdim=True))
+        first = held.int().argmax(dim=1, keepdim=True)  # column of each row's first token
+        return (columns[self.start :] - first).clamp(min=0)

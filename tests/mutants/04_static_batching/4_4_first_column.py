@@ -13,7 +13,7 @@ def padded_decode_loop(
     while True:
         positions = cache.extend(real)
         hidden = model(tokens.flatten(), positions.flatten(), cache)  # [rows * T, hidden_size]
-        last = hidden.view(*tokens.shape, -1)[:, 0]  # [rows, hidden_size]: the last column is everybody's newest
+        last = hidden.view(*tokens.shape, -1)[:, 0]
         chosen = choose(model.logits(last))
         yield chosen
         real = torch.tensor([[token is not None] for token in chosen], device=model.device)  # [rows, 1]

@@ -16,5 +16,5 @@ def padded_decode_loop(
         last = hidden.view(*tokens.shape, -1)[:, -1]  # [rows, hidden_size]: the last column is everybody's newest
         chosen = choose(model.logits(last))
         yield chosen
-        real = torch.tensor([[token is not None] * 2 for token in chosen], device=model.device)[:, : 2]  # [rows, 1]
-        tokens = torch.cat([tokens, torch.tensor([[PAD if token is None else token] for token in chosen])], 1)[:, -2:]
+        real = torch.cat([real, torch.tensor([[token is not None] for token in chosen])], dim=1)
+        tokens = torch.cat([tokens, torch.tensor([[PAD if token is None else token] for token in chosen])], dim=1)
