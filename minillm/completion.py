@@ -168,8 +168,14 @@ class PartialCompletion:
         )
 
 
-def choose_tokens(model: Llama, logits: Tensor, partials: Sequence[PartialCompletion]) -> list[int]:
-    """The next token of each completion, by its own parameters. logits [M, vocab] -> M token ids."""
+def choose_tokens(
+    model: Llama,
+    logits: Tensor,
+    partials: Sequence[PartialCompletion],
+    sample: Callable[..., list[int]] = sample,
+) -> list[int]:
+    """The next token of each completion, by its own parameters. logits [M, vocab] -> M token ids. `sample`: that of
+    model/sampling.py, or one with its arguments."""
     logits = logits[:, : model.tokenizer.vocab_size]  # a padded vocabulary has rows that mean nothing
     params = [p.params for p in partials]
     tokens = sample(logits, params, [p.prompt_ids for p in partials], [p.token_ids for p in partials])

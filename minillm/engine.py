@@ -22,9 +22,11 @@ from tqdm import tqdm
 from .completion import Completion, PartialCompletion, choose_tokens, encode_prompt, prepare
 from .continuous_batching import Scheduler, Sequence, SlotCache, SlotManager, forward, run_step, trace_step
 from .cuda_graphs import DecodeGraphs
+from .kernels.llama import KernelCache, KernelLlama, resolve_kernels
+from .kernels.llama import sample as kernel_sample
 from .kv_cache import kv_bytes
 from .model.llama import Llama
-from .model.sampling import SamplingParams
+from .model.sampling import SamplingParams, sample
 from .model.weights import DEFAULT_MODEL, load_model
 from .paged_attention import DEFAULT_BLOCK_SIZE, BlockManager, PagedCache, num_blocks_for
 from .static_batching import PAD, StaticBatch
@@ -64,6 +66,9 @@ class LLM:
     what max_num_seqs of the longest sequences need; num_blocks, of block_size tokens each, overrides it. Contiguous
     and static get the same memory.
 
+    kernels: "torch", or "cuda": passes run on the handwritten kernels of step 7, on a CPU in their simulator (slow).
+    "auto" is "cuda" on a GPU, and torch with a warning where the kernels cannot be built.
+
     block_manager, scheduler: classes to use instead of this package's (a student's, say). trace: keep a record of each
     step in `.trace`. ValueError for a setting that is not allowed, by its name.
     """
@@ -84,6 +89,7 @@ class LLM:
         kv_memory_fraction: float = 0.5,
         num_blocks: int | None = None,
         block_size: int = DEFAULT_BLOCK_SIZE,
+        kernels: str = "auto",
         block_manager: type = BlockManager,
         scheduler: type = Scheduler,
         trace: bool = False,
@@ -100,8 +106,14 @@ class LLM:
             if value is not None and value < 1:
                 raise ValueError(f"{name}={value}: must be at least 1")
 
+        _check_choice("kernels", kernels, ("auto", "torch", "cuda"))
+        if batching == "static" and kernels == "cuda":
+            raise ValueError("kernels='cuda': no kernel reads static batching's rectangle, must be 'torch' or 'auto'")
+
         self.model = model if isinstance(model, Llama) else load_model(model, dtype, device)
         self.batching = batching
+        self.kernels = "torch" if batching == "static" else resolve_kernels(kernels, self.model)
+        self._sample = kernel_sample if self.kernels == "cuda" else sample
         self.kv = ("paged" if batching == "continuous" else "contiguous") if kv == "auto" else kv
         self.max_num_seqs = max_num_seqs
         context = self.model.config.max_position_embeddings
@@ -348,13 +360,13 @@ class LLM:
     def _choose(self, logits: Tensor, requests: list[Request]) -> list[int]:
         """The next token of each; a request whose choice fails ends with an error, and PAD stands in its place."""
         try:
-            return choose_tokens(self.model, logits, [request.partial for request in requests])
+            return choose_tokens(self.model, logits, [request.partial for request in requests], self._sample)
         except Exception:
             pass
         tokens = []
         for row, request in enumerate(requests):
             try:
-                tokens += choose_tokens(self.model, logits[row : row + 1], [request.partial])
+                tokens += choose_tokens(self.model, logits[row : row + 1], [request.partial], self._sample)
             except Exception as error:
                 tokens.append(PAD)
                 self._fail(request, error)
@@ -365,9 +377,11 @@ class ContinuousRunner:
     """Steps 5 and 6: a scheduler over a memory, and the cache that goes with it."""
 
     def __init__(self, llm: LLM, scheduler: Scheduler, cache: SlotCache | PagedCache):
-        self.llm, self.scheduler, self.cache = llm, scheduler, cache
+        self.llm, self.scheduler, self.cache, self.model = llm, scheduler, cache, llm.model
+        if llm.kernels == "cuda":
+            self.cache, self.model = KernelCache(cache), KernelLlama(llm.model)
         on_gpu = llm.model.device.type == "cuda" and llm.kv == "paged"
-        self.graphs = DecodeGraphs(llm.model, cache) if on_gpu else None
+        self.graphs = DecodeGraphs(self.model, self.cache) if on_gpu else None
 
     def add(self, request: Request) -> None:
         self.scheduler.add(request.sequence)
@@ -426,7 +440,7 @@ class ContinuousRunner:
     def _pass(self, scheduled: list[tuple[Sequence, int]]) -> Tensor:
         if self.graphs and self.graphs.can_run(scheduled):
             return self.graphs.run(scheduled)
-        return forward(self.llm.model, self.cache, scheduled)
+        return forward(self.model, self.cache, scheduled)
 
     def kv_bytes(self, request: Request) -> int:
         return kv_bytes(self.llm.model.config, request.sequence.num_computed_tokens, self.llm.model.dtype)

@@ -20,6 +20,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from pathlib import Path
 
 import filelock
@@ -115,6 +116,8 @@ def _is_whole(library: Path) -> bool:
 def _build(device_type: str, library: Path) -> None:
     from torch.utils import cpp_extension
 
+    print(f"minillm: building the kernels for {device_type} tensors (once, about half a minute)", file=sys.stderr)
+    _remove_abandoned(library.parent)
     # #line: the compiler, the debugger and the simulator name the file that the reader knows.
     code = [f'#line 1 "{path}"\n{path.read_text()}' for path in sources()]
     with tempfile.TemporaryDirectory(dir=library.parent, prefix="build-") as folder, _tools_on_path():
@@ -135,6 +138,13 @@ def _build(device_type: str, library: Path) -> None:
         (Path(folder) / "sha256").write_text(digest)
         os.replace(built, library)
         os.replace(Path(folder) / "sha256", library.with_suffix(".sha256"))
+
+
+def _remove_abandoned(folder: Path, older_than_s: float = 3600) -> None:
+    """Delete what builds have left that were killed."""
+    for left in folder.glob("build-*"):
+        if time.time() - left.stat().st_mtime > older_than_s:
+            shutil.rmtree(left, ignore_errors=True)
 
 
 def _first_error(output: str) -> str:
