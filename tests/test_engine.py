@@ -258,10 +258,10 @@ def test_a_request_fails_alone(tiny_model, expected, settings, where, monkeypatc
     elif where == "sampling":
         real = engine.choose_tokens
 
-        def choose_tokens(model, logits, partials):
+        def choose_tokens(model, logits, partials, *sample):
             if any(p.prompt_ids == bad and len(p.token_ids) == 2 for p in partials):
                 raise RuntimeError("broken")
-            return real(model, logits, partials)
+            return real(model, logits, partials, *sample)
 
         monkeypatch.setattr(engine, "choose_tokens", choose_tokens)
     else:
