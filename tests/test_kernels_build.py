@@ -181,6 +181,9 @@ def test_code_that_does_not_compile(empty_cache, monkeypatch):
     monkeypatch.setattr(build, "sources", lambda: [wrong])
     message = refusal("cpu")
     assert message.startswith("the kernels could not be built") and f"{wrong}:3:" in message and "missing" in message
+    wrong.write_text('#include "cuda_on_cpu.h"\n')  # and a second build in the same process works
+    build._load("cpu")
+    assert build._is_whole(build.library_path("cpu"))
 
 
 @pytest.mark.skipif(torch.version.cuda is not None, reason="torch has CUDA here")

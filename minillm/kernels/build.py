@@ -11,6 +11,7 @@ LOCK_TIMEOUT_S, since to build without it is safe.
 
 from __future__ import annotations
 
+import argparse
 import hashlib
 import logging
 import os
@@ -31,7 +32,7 @@ from ..model.weights import home
 FOLDER = Path(__file__).parent
 LOCK_TIMEOUT_S = 300
 CPU_FLAGS = ["-O2", "-g1", "-Wno-unknown-pragmas"] + (["-fopenmp"] if sys.platform == "linux" else [])
-CUDA_FLAGS = ["-O3", "-lineinfo", "-DUSE_CUDA"]
+CUDA_FLAGS = ["-O3", "-lineinfo", "-DUSE_CUDA", "--threads=2"]
 
 log = logging.getLogger(__name__)
 _loaded: set[str] = set()  # device types whose kernels are registered in this process
@@ -63,6 +64,11 @@ def sources() -> list[Path]:
     return sorted(
         path for path in FOLDER.glob("*.cu") if path.name != "first_kernels.cu"
     )  # the lesson's, without torch
+
+
+def source_texts() -> list[str]:
+    """Their texts. #line: the compiler, the debugger and the simulator name the file that the reader knows."""
+    return [f'#line 1 "{path}"\n{path.read_text()}' for path in sources()]
 
 
 def library_path(device_type: str) -> Path:
@@ -118,14 +124,14 @@ def _build(device_type: str, library: Path) -> None:
 
     print(f"minillm: building the kernels for {device_type} tensors (once, about half a minute)", file=sys.stderr)
     _remove_abandoned(library.parent)
-    # #line: the compiler, the debugger and the simulator name the file that the reader knows.
-    code = [f'#line 1 "{path}"\n{path.read_text()}' for path in sources()]
+    code = source_texts()
     with tempfile.TemporaryDirectory(dir=library.parent, prefix="build-") as folder, _tools_on_path():
         options = {"extra_include_paths": [str(FOLDER)], "build_directory": folder, "is_python_module": False,
                    "no_implicit_headers": True}  # fmt: skip
         try:
             if device_type == "cuda":
                 os.environ["TORCH_CUDA_ARCH_LIST"] = _architectures()
+                cpp_extension.CUDA_HOME = _toolkit(_nvcc())
                 cpp_extension.load_inline(
                     library.stem, [""], code, extra_cuda_cflags=CUDA_FLAGS, extra_cflags=["-DUSE_CUDA"], **options
                 )
@@ -133,7 +139,7 @@ def _build(device_type: str, library: Path) -> None:
                 cpp_extension.load_inline(library.stem, code, extra_cflags=CPU_FLAGS, **options)
         except (RuntimeError, OSError, subprocess.CalledProcessError) as error:
             raise KernelsUnavailable(f"the kernels could not be built: {_first_error(str(error))}") from error
-        built = Path(folder) / library.name
+        [built] = Path(folder).glob("*.so")  # torch counts a name's builds in a process: ..._v1.so
         digest = hashlib.sha256(built.read_bytes()).hexdigest()
         (Path(folder) / "sha256").write_text(digest)
         os.replace(built, library)
@@ -149,9 +155,11 @@ def _remove_abandoned(folder: Path, older_than_s: float = 3600) -> None:
 
 def _first_error(output: str) -> str:
     """What a person wants to see of a compiler's output: its first error; without one, all of it."""
-    errors = [line.strip() for line in output.splitlines() if re.search(r"\berror\b", line, re.IGNORECASE)]
-    named = [line for line in errors if re.search(r"\berror:|: error\b", line)]
-    return (named or errors or [output])[0]
+    lines = [line.strip() for line in output.splitlines() if line.strip()]
+    for pattern in (r"cannot find|undefined reference", r"\berror\b.*:|: error\b", r"(?i)error"):
+        if found := [line for line in lines if re.search(pattern, line)]:
+            return found[0]
+    return " ".join(lines)
 
 
 def _self_test(device_type: str) -> None:
@@ -204,12 +212,7 @@ def _check_cuda() -> None:
     if torch.version.cuda is None:
         raise KernelsUnavailable(f"torch {torch.__version__} is built without CUDA: install a CUDA build (pytorch.org)")
     _check_cpu()
-    from torch.utils.cpp_extension import CUDA_HOME
-
-    nvcc = Path(CUDA_HOME or "/nowhere") / "bin" / "nvcc"
-    if not nvcc.exists():
-        where = f"CUDA_HOME={CUDA_HOME} has no bin/nvcc" if CUDA_HOME else "it is not on PATH and CUDA_HOME is not set"
-        raise KernelsUnavailable(f"no nvcc: {where}. Install the CUDA toolkit {torch.version.cuda}")
+    nvcc = _nvcc()
     text = subprocess.run([nvcc, "--version"], capture_output=True, text=True).stdout
     version = re.search(r"release (\d+)\.(\d+)", text)
     if not version or version[1] != torch.version.cuda.split(".")[0]:
@@ -222,6 +225,24 @@ def _check_cuda() -> None:
             raise KernelsUnavailable(f"nvcc {version[0]} cannot build for compute capability {architecture}")
 
 
+def _nvcc() -> Path:
+    from torch.utils.cpp_extension import CUDA_HOME
+
+    nvcc = Path(CUDA_HOME or "/nowhere") / "bin" / "nvcc"
+    if not nvcc.exists():
+        where = f"CUDA_HOME={CUDA_HOME} has no bin/nvcc" if CUDA_HOME else "it is not on PATH and CUDA_HOME is not set"
+        raise KernelsUnavailable(f"no nvcc: {where}. Install the CUDA toolkit {torch.version.cuda}")
+    return nvcc
+
+
+def _toolkit(nvcc: Path) -> str:
+    """Where nvcc's own toolkit is. torch takes the folder above nvcc's, which misleads where nvcc is a link or a script
+    that calls another one: the libraries lie elsewhere then."""
+    plan = subprocess.run([nvcc, "--dryrun", "-E", "-x", "cu", os.devnull], capture_output=True, text=True).stderr
+    top = re.search(r"^#\$ TOP=(.+)$", plan, re.MULTILINE)
+    return str(Path(top[1]).resolve()) if top else str(nvcc.parent.parent)
+
+
 def _architectures() -> str:
     """What to build for: TORCH_CUDA_ARCH_LIST, or the card that is there."""
     if wanted := os.environ.get("TORCH_CUDA_ARCH_LIST"):
@@ -231,5 +252,32 @@ def _architectures() -> str:
     return "{}.{}".format(*torch.cuda.get_device_capability())
 
 
+def main() -> int:
+    """`python -m minillm.kernels.build cpu` or `... cuda`: build, load, and say which ops are there. For cuda without a
+    GPU (TORCH_CUDA_ARCH_LIST says what to build for) all but the launch of a kernel."""
+    from .ops import SCHEMAS
+
+    parser = argparse.ArgumentParser(prog="python -m minillm.kernels.build", description=main.__doc__)
+    parser.add_argument("device", choices=["cpu", "cuda"], help="what tensors the kernels are for")
+    device = parser.parse_args().device
+    runs = device == "cpu" or torch.cuda.is_available()
+    try:
+        load_kernels(device) if runs else _load(device)
+        library = library_path(device)
+    except KernelsUnavailable as error:
+        print(f"minillm: error: {error}", file=sys.stderr)
+        return 1
+    key = device.upper()
+    missing = [op for op in SCHEMAS if not torch._C._dispatch_has_kernel_for_dispatch_key(f"minillm::{op}", key)]
+    print(f"{library}: {len(SCHEMAS) - len(missing)} of {len(SCHEMAS)} ops registered for {key}"
+          + (f", missing: {', '.join(missing)}" if missing else "")
+          + ("" if runs else "; no GPU here, so no kernel was launched"))  # fmt: skip
+    return 1 if missing else 0
+
+
 def _card() -> str:
     return "{} with {}.{}".format(torch.cuda.get_device_name(), *torch.cuda.get_device_capability())
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -4,8 +4,8 @@
 // 117 MB, at best 39 us on an H100, 27 us on an H200. 2 FLOPs a weight are far below what the machine can do, so tensor
 // cores would not help, and all that matters is to keep enough loads of W under way.
 //
-// A warp per row of W, its lanes reading 512 bytes side by side; the row's sum by shuffles. A matrix with few rows has too
-// few warps for the machine: then the four warps of a block share a row (WARPS = 4). x is small, and stays in the cache.
+// A warp per row of W, its lanes reading 512 bytes side by side; the row's sum by shuffles. A matrix of few long rows has
+// too few warps for the machine: then the four warps of a block share a row (WARPS = 4). x is small, and stays in the cache.
 #include "tensors.h"
 
 constexpr int MAX_ROWS = 8;  // of x that one pass over W serves
@@ -67,7 +67,7 @@ Tensor gemv(Tensor x, Tensor weight, std::optional<Tensor> bias) {
     constexpr int N = PER_16_BYTES<T>;
     if (M == 0) return;
     if (K % N || !aligned_16<T>(x, x.stride(0)) || !aligned_16<T>(weight, 0)) run(gemv_kernel<T, 1, 1, 1>, 1, 1);
-    else if (rows == 1 && M < 4096) run(gemv_kernel<T, N, 1, 4>, 1, 4);
+    else if (rows == 1 && M < 4096 && K >= 8 * 32 * N) run(gemv_kernel<T, N, 1, 4>, 1, 4);
     else if (rows == 1) run(gemv_kernel<T, N, 1, 1>, 1, 1);
     else if (rows == 2) run(gemv_kernel<T, N, 2, 1>, 2, 1);
     else if (rows <= 4) run(gemv_kernel<T, N, 4, 1>, 4, 1);

@@ -20,13 +20,16 @@ __device__ inline uint32_t order_key(float x) {
 // Batch 1 has one row and the GPU over a hundred multiprocessors, so several blocks share a row. Each hands in its best,
 // (key, lowest id first) packed into 64 bits, by an atomic maximum.
 
-template <typename T>
+template <typename T, int N>  // N: elements a load
 __global__ void best_token(const T* logits, int64_t stride, unsigned long long* best, int V) {
   const int64_t row = blockIdx.y;
   unsigned long long mine = 0;
-  for (int i = blockIdx.x * blockDim.x + threadIdx.x; i < V; i += gridDim.x * blockDim.x) {
-    unsigned long long key = order_key(float(logits[row * stride + i]));
-    mine = max(mine, key << 32 | (0xffffffffu - unsigned(i)));
+  for (int i = (blockIdx.x * blockDim.x + threadIdx.x) * N; i < V; i += gridDim.x * blockDim.x * N) {
+    Vec<T, N> piece = load<N>(logits + row * stride + i);
+    for (int j = 0; j < N; j++) {
+      unsigned long long key = order_key(float(piece.at[j]));
+      mine = max(mine, key << 32 | (0xffffffffu - unsigned(i + j)));
+    }
   }
   for (int offset = 16; offset > 0; offset /= 2) mine = max(mine, __shfl_xor_sync(FULL_WARP, mine, offset));
   if (threadIdx.x % 32 == 0) atomicMax(&best[row], mine);
@@ -46,8 +49,10 @@ Tensor argmax(Tensor logits) {
   auto* best = reinterpret_cast<unsigned long long*>(mutable_data<int64_t>(tokens));
   dispatch_dtype("logits", logits, [&](auto zero) {
     using T = decltype(zero);
-    launch(best_token<T>, dim3(std::min<int64_t>(ceil_div(V, 256 * 16), 64), rows), 256, 0, stream_of(logits),
-           data<T>(logits), logits.stride(0), best, V);
+    constexpr int N = PER_16_BYTES<T>;
+    const bool wide = V % N == 0 && aligned_16<T>(logits, logits.stride(0));
+    launch(wide ? best_token<T, N> : best_token<T, 1>, dim3(std::min<int64_t>(ceil_div(V, 256 * 16), 64), rows), 256, 0,
+           stream_of(logits), data<T>(logits), logits.stride(0), best, V);
     launch(unpack_tokens, ceil_div(rows, 128), 128, 0, stream_of(logits), best, rows);
   });
   return tokens;
