@@ -12,12 +12,16 @@ and names the package's own solution in REFERENCE:
 What `exercise` is: the `exercise.py` beside the test; with --submission a file from elsewhere; with --solution
 REFERENCE; with --mutant REFERENCE with a wrong part laid over it (for grading the grader).
 
+Where REFERENCE is the path of a .cu file, the exercise is CUDA: the file is `exercise.cu`, and `exercise.call("name",
+arrays and numbers...)` runs one of its `extern "C"` functions on the simulator (kernels/sandbox.py).
+
 pytest ends with a score table, `--results` writes it as Gradescope's results.json.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import importlib.util
 import json
 import os
@@ -79,6 +83,36 @@ class Submission:
         self._module = module
 
 
+class CudaSubmission:
+    """The functions of .cu files; where several define one, the first file's counts."""
+
+    def __init__(self, *files: Path):
+        self._files = files
+
+    def call(self, function: str, *args, **options) -> None:
+        """`Sandbox.call`, with what goes wrong as a failure of the test: its first line in the score table."""
+        from .kernels.sandbox import KernelError  # not above: it imports torch, and `minillm --help` should not wait
+
+        try:
+            sandboxes = [_sandbox(file, file.stat().st_mtime_ns) for file in self._files]
+            defining = [sandbox for sandbox in sandboxes if function in sandbox.functions]
+            (defining or sandboxes)[0].call(function, *args, **options)
+        except KernelError as error:
+            message = str(error)
+            if message.splitlines()[0].endswith("not implemented yet"):
+                raise NotImplementedError(message.splitlines()[0]) from None
+            pytest.fail(message, pytrace=False)
+        except OSError as error:
+            pytest.fail(f"{error.filename} could not be read: {error.strerror}", pytrace=False)
+
+
+@functools.cache
+def _sandbox(file: Path, _changed: int):
+    from .kernels.sandbox import Sandbox
+
+    return Sandbox(file)
+
+
 _BROKEN: dict[Path, str] = {}  # files whose import has failed, and how
 
 
@@ -89,6 +123,11 @@ def exercise(request):
     reference = request.module.REFERENCE
     mark = request.node.get_closest_marker("task")
     number = mark.kwargs["number"] if mark else "?"
+    if isinstance(reference, Path):
+        if options.solution or options.mutant:
+            return CudaSubmission(*([Path(options.mutant).resolve()] if options.mutant else []), reference)
+        path = Path(options.submission).resolve() if options.submission else request.path.parent
+        return CudaSubmission(path / "exercise.cu" if path.is_dir() else path)
     if options.solution:
         return SimpleNamespace(**reference)
     if options.mutant:

@@ -9,6 +9,7 @@ import importlib.util
 import inspect
 import io
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -19,7 +20,9 @@ from minillm import grading
 
 ROOT = Path(__file__).resolve().parent.parent
 LESSONS = sorted(p.parent for p in (ROOT / "lessons").glob("*/test_exercise.py"))
-MUTANTS = sorted((ROOT / "tests" / "mutants").glob("*/*.py"))
+MUTANTS = sorted(p for p in (ROOT / "tests" / "mutants").glob("*/*") if p.suffix in (".py", ".cu"))
+IN_PYTHON = [p for p in LESSONS if (p / "exercise.py").exists()]
+IN_CUDA = [p for p in LESSONS if (p / "exercise.cu").exists()]
 
 
 def run(test_file, tmp_path, *options) -> dict[str, dict]:
@@ -52,13 +55,16 @@ def test_the_stubs_fail_everything(path, tmp_path):
 def test_a_mutant_fails_its_task(path, tmp_path):
     number = mutant_task(path)
     test_file = ROOT / "lessons" / path.parent.name / "test_exercise.py"
-    entries = run(test_file, tmp_path, "--mutant", path, "--task", number)
+    entries = run(test_file, tmp_path, "--mutant", path, "--task", number, "-x")
     assert entries[number]["score"] < entries[number]["max_score"], "this mistake costs nothing"
-    assert "could not be imported" not in entries[number]["output"]
+    for broken in ("could not be imported", "does not compile", "did not run", "timed out"):
+        assert broken not in entries[number]["output"]
 
 
 def mutant_task(path) -> str:
-    return ast.get_docstring(ast.parse(path.read_text())).split(":")[0].removeprefix("Task ")
+    text = path.read_text()
+    docstring = text.removeprefix("// ") if path.suffix == ".cu" else ast.get_docstring(ast.parse(text))
+    return docstring.split(":")[0].removeprefix("Task ")
 
 
 @by_name(LESSONS)
@@ -85,7 +91,19 @@ def parts(thing, name):
     return [(name, thing), *public]
 
 
-@by_name(LESSONS)
+@by_name(IN_CUDA)
+def test_stubs_and_solution_in_cuda_have_the_same_signatures(path):
+    """Host functions, kernels, and the comment that says what each pointer is."""
+    stubs, solution = (path / "exercise.cu").read_text(), load(path / "test_exercise.py").REFERENCE.read_text()
+    for text in (stubs, solution):
+        assert text.count("launch(") - text.count("`launch(") == len(re.findall(r'extern "C"', text)) >= 5
+    for pattern in (r'((?:// [^\n]*\n)+extern "C" [^{]*)\{', r"__global__ void ([^{]*)\{", r"  launch\([^;]*;"):
+        assert re.findall(pattern, stubs) == re.findall(pattern, solution)
+    numbers = re.findall(r"Task (\d\.\d) \(\d points?\)", stubs)
+    assert re.findall(r'not_implemented\("Task ([\d.]+)"\)', stubs) == numbers == re.findall(r"---- (7\.\d):", solution)
+
+
+@by_name(IN_PYTHON)
 def test_stubs_and_solution_have_the_same_signatures(path):
     stubs, reference = load(path / "exercise.py"), load(path / "test_exercise.py").REFERENCE
     own = {k for k, v in vars(stubs).items() if getattr(v, "__module__", None) == stubs.__name__}
