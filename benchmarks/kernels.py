@@ -14,13 +14,16 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from _harness import Check, arguments, report
 from tqdm import tqdm
 
 from minillm.kernels.build import load_kernels
+from minillm.kernels.sandbox import Sandbox
 
 GPU = torch.cuda.is_available()
 DEVICE = "cuda" if GPU else "cpu"
@@ -207,6 +210,45 @@ def roofs(timer: Timer) -> dict:
             "matmul_TFLOP_per_s": 2 * 8192**3 / seconds["matmul"] / 1e12}  # fmt: skip
 
 
+PROBE = r"""
+#include <chrono>
+
+#include "cuda_on_cpu.h"
+__global__ void barriers(int n) { for (int i = 0; i < n; i++) __syncthreads(); }
+__global__ void shuffles(int n, float* out) {
+  float x = threadIdx.x;
+  for (int i = 0; i < n; i++) x = __shfl_xor_sync(0xffffffffu, x, 1);
+  if (x < 0) out[0] = x;
+}
+__global__ void nothing() {}
+template <typename F> float seconds(F f) {
+  auto start = std::chrono::steady_clock::now();
+  f();
+  return std::chrono::duration<float>(std::chrono::steady_clock::now() - start).count();
+}
+extern "C" void costs(float* ns) {  // of a barrier, a shuffle and a thread, each for one thread of a block of 256
+  launch(barriers, 1, 256, 0, nullptr, 1);
+  ns[0] = seconds([&] { launch(barriers, 1, 256, 0, nullptr, 2000); }) * 1e9f / 2000 / 256;
+  ns[1] = seconds([&] { launch(shuffles, 1, 256, 0, nullptr, 2000, ns); }) * 1e9f / 2000 / 256;
+  ns[2] = seconds([&] { launch(nothing, 2000, 256, 0, nullptr); }) * 1e9f / 2000 / 256;
+}
+"""
+
+
+def simulator_costs(rounds: int = 9) -> dict[str, float]:
+    """Nanoseconds that the simulator takes, medians."""
+    with tempfile.TemporaryDirectory() as folder:
+        probe = Path(folder) / "probe.cu"
+        probe.write_text(PROBE)
+        sandbox, ns = Sandbox(probe), []
+        for _ in range(rounds):
+            out = np.zeros(3, np.float32)
+            sandbox.call("costs", out)
+            ns.append(out)
+    barrier, shuffle, thread = np.median(ns, axis=0).tolist()
+    return {"ns_a_barrier": barrier, "ns_a_shuffle": shuffle, "ns_a_thread": thread}
+
+
 def simulator_build_seconds() -> float:
     """Cold: an empty cache, in a process of its own, the import of torch not counted."""
     code = ("import time; from minillm.kernels.build import load_kernels; start = time.perf_counter(); "
@@ -243,7 +285,7 @@ def main() -> None:
         if GPU and case.flops:
             ratio = seconds["torch"] / seconds["version 2"]
             checks.append(Check(f"{case.name}: version 2 over SDPA", ratio, 0.40))
-    report(args, rows, checks, {"roofs": roof})
+    report(args, rows, checks, {"roofs": roof, "simulator": simulator_costs() | {"cold_build_s": build_s}})
 
 
 if __name__ == "__main__":

@@ -102,6 +102,7 @@ __device__ inline void load_matrix_x4(uint32_t (&r)[4], const void* row) {
 #define __constant__ static
 #define __forceinline__ inline
 #define __launch_bounds__(...)
+#define __align__(bytes) __attribute__((aligned(bytes)))
 // A block runs on one OS thread, and what is shared within it belongs to that OS thread. Sanitizers watch only what is
 // plainly `static`: with them there is one OS thread.
 #if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)

@@ -11,7 +11,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <new>
-#if !defined(__x86_64__) && !defined(__aarch64__)
+#if defined(CUDA_ON_CPU_UCONTEXT) || !(defined(__x86_64__) || defined(__aarch64__))
 #include <ucontext.h>
 #endif
 #if defined(__has_feature)  // clang's way to say what g++ says by a macro
@@ -25,7 +25,7 @@
 
 namespace cuda_on_cpu {
 
-#if defined(__x86_64__)
+#if defined(__x86_64__) && !defined(CUDA_ON_CPU_UCONTEXT)
 extern "C" void cuda_on_cpu_switch(void** save, void* load) asm("cuda_on_cpu_switch");
 asm(".text\n"
     "cuda_on_cpu_switch:\n"
@@ -39,7 +39,7 @@ inline void* first_frame(char* top, void (*entry)()) {
   frame[6] = reinterpret_cast<void*>(entry);
   return frame;
 }
-#elif defined(__aarch64__)
+#elif defined(__aarch64__) && !defined(CUDA_ON_CPU_UCONTEXT)
 extern "C" void cuda_on_cpu_switch(void** save, void* load) asm("cuda_on_cpu_switch");
 asm(".text\n"
     ".balign 4\n"

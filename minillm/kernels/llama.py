@@ -3,7 +3,7 @@
 What changes: how a pass is computed, and nothing else. Weights, cache and scheduler are those of the steps before, and
 so are the tokens. The seams are others than in model/llama.py, since at one token a step a GPU waits for launches and
 memory, not for arithmetic. What one op writes and the next one reads is fused: the residual is added where it is
-normalised, and keys are turned where they are stored. That leaves seven launches a layer.
+normalised, and keys are turned where they are stored. That leaves nine launches a layer.
 
 On CUDA tensors the kernels run on the GPU. On CPU tensors the same source runs in the simulator: hundreds of times
 slower, and with the same result.
