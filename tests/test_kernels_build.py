@@ -91,8 +91,8 @@ def test_two_processes_build_once_and_leave_nothing_else(built):
 
 def test_what_is_built_is_loaded_without_tools(built):
     before = library(built).stat().st_mtime_ns
-    out, err = finish(start(built, PATH="/nowhere"))
-    assert out.startswith(RESULT) and "building" not in err
+    out, _ = finish(start(built, PATH="/nowhere"))
+    assert out.startswith(RESULT)
     assert library(built).stat().st_mtime_ns == before
 
 
@@ -106,8 +106,8 @@ def test_a_damaged_cache_is_built_again(built, tmp_path, damage):
         (folder / library(built).name).write_bytes(content[: len(content) // 2])
     if damage == "cut in half":
         (folder / "minillm_kernels_cpu.sha256").write_text(library(built).with_suffix(".sha256").read_text())
-    out, err = finish(start(tmp_path))
-    assert out.startswith(RESULT) and "building the kernels" in err
+    out, _ = finish(start(tmp_path))
+    assert out.startswith(RESULT) and library(tmp_path).stat().st_size == library(built).stat().st_size
 
 
 def test_a_killed_build_is_no_obstacle(tmp_path):

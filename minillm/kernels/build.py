@@ -122,7 +122,8 @@ def _is_whole(library: Path) -> bool:
 def _build(device_type: str, library: Path) -> None:
     from torch.utils import cpp_extension
 
-    print(f"minillm: building the kernels for {device_type} tensors (once, about half a minute)", file=sys.stderr)
+    if sys.stderr.isatty():
+        print(f"minillm: building the kernels for {device_type} tensors (once, about half a minute)", file=sys.stderr)
     _remove_abandoned(library.parent)
     code = source_texts()
     with tempfile.TemporaryDirectory(dir=library.parent, prefix="build-") as folder, _tools_on_path():
