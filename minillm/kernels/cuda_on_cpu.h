@@ -141,8 +141,6 @@ struct Thread {
 struct Warp {
   uint32_t alive = 0;    // lanes that have not returned
   unsigned waiting = 0;  // lanes in a collective
-  unsigned num_completed = 0;
-  char events[2];        // for TSan
 };
 
 // What runs blocks: a multiprocessor, if you like. One for each OS thread.
@@ -234,26 +232,21 @@ inline void complete_collective(unsigned first_lane, const Thread& by) {
   for (unsigned i = 0; i < 32; i++)
     if (given[i]) m.threads[first_lane + i].state = READY;
   warp.waiting -= __builtin_popcount(lanes);
-  warp.num_completed++;
   by.complete(given);
 }
 
 template <typename Given>
-void collective(uint32_t mask, Complete complete, Given& given, const char* file, int line, bool sync = false) {
+void collective(uint32_t mask, Complete complete, Given& given, const char* file, int line) {
   watch(false);
   Machine& m = *machine;
   Thread& t = *m.thread;
   unsigned number = &t - m.threads.data(), lane = number % 32;
   t.state = IN_COLLECTIVE, t.file = file, t.line = line;
   t.mask = mask, t.complete = complete, t.given = &given;
-  Warp& warp = m.warps[number / 32];
-  void* event = &warp.events[warp.num_completed % 2];
-  warp.waiting++;
-  if (sync) happens_before(event);  // CUDA: __syncwarp orders memory accesses, the others need not
+  m.warps[number / 32].waiting++;
   if (!(mask >> lane & 1)) fail(t, "is lane " + std::to_string(lane) + ", which its own mask leaves out");
   complete_collective(number - lane, t);
   wait();
-  if (sync) happens_after(event);
   watch(true);
 }
 

@@ -54,6 +54,15 @@ T reduce(uint32_t mask, T value, const char* file, int line) {
   return value;
 }
 
+struct Meeting { char arrived, released; };  // for TSan: __syncwarp orders accesses to memory, the others need not
+
+inline void complete_meeting(void** given) {
+  for (unsigned lane = 0; lane < 32; lane++)
+    if (given[lane]) happens_after(&static_cast<Meeting*>(given[lane])->arrived);
+  for (unsigned lane = 0; lane < 32; lane++)
+    if (given[lane]) happens_before(&static_cast<Meeting*>(given[lane])->released);
+}
+
 inline unsigned lane_id() { return (machine->thread - machine->threads.data()) % 32; }
 template <typename T> T sum_of(T a, T b) { return a + b; }
 template <typename T> T min_of(T a, T b) { return b < a ? b : a; }
@@ -68,8 +77,10 @@ template <typename T> T xor_of(T a, T b) { return a ^ b; }
 
 inline void __syncthreads(HERE) { cuda_on_cpu::barrier(file, line); }
 inline void __syncwarp(uint32_t mask = ~0u, HERE) {
-  char nothing;
-  cuda_on_cpu::collective(mask, [](void**) {}, nothing, file, line, true);
+  cuda_on_cpu::Meeting given;
+  cuda_on_cpu::happens_before(&given.arrived);
+  cuda_on_cpu::collective(mask, cuda_on_cpu::complete_meeting, given, file, line);
+  cuda_on_cpu::happens_after(&given.released);
 }
 
 template <typename T>
