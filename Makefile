@@ -7,7 +7,7 @@ READY  := $(VENV)/.ready
 CUDA   := .venv-cuda/bin
 CUDA_READY := .venv-cuda/.ready
 
-.PHONY: help setup demo test lint notebooks cuda-build gpu bench clean
+.PHONY: help setup demo test sanitize lint notebooks cuda-build gpu bench clean
 help:            ## show this list
 	@grep -E '^[a-z-]+: .*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 12
 
@@ -25,6 +25,10 @@ demo: $(READY)   ## the main job: every step on the real model, one table
 
 test: $(READY)   ## the tests, the lessons' doctests and the grader's own checks
 	$(BIN)/python -m pytest
+
+sanitize: $(READY)  ## the kernels' tests in the simulator under AddressSanitizer, UBSan and ThreadSanitizer
+	$(BIN)/python tests/sanitized.py address
+	$(BIN)/python tests/sanitized.py thread
 
 lint: $(READY)   ## ruff
 	$(BIN)/ruff check . && $(BIN)/ruff format --check .

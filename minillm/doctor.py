@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import re
 import shutil
 import statistics
 import subprocess
@@ -13,6 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
+from .kernels import build
 from .model.weights import DEFAULT_FILE, home, resolve_dtype
 
 
@@ -34,9 +36,10 @@ def examine() -> list[Finding]:
         Finding("CPU", cpu),
         Finding("memory bandwidth", f"{read_bandwidth() / 1e9:.0f} GB/s read: the ceiling of decode on the CPU"),
         Finding("GPU", gpu, "everything runs on the CPU, more slowly"),
-        Finding("nvcc", _version("nvcc"), "CUDA kernels cannot be built for a GPU"),
-        Finding("g++", _version("g++"), "CUDA kernels cannot be built for the CPU either; plain torch is used"),
-        Finding("ninja", _version("ninja"), "kernels cannot be built (pip install ninja)"),
+        Finding("nvcc", _version("nvcc"), "the kernels cannot be built for a GPU"),
+        Finding("g++", _version("g++"), "the kernels cannot be built for the CPU either; plain torch is used"),
+        Finding("ninja", _version("ninja"), "the kernels cannot be built (pip install ninja)"),
+        *_kernels(),
         Finding("model cache", str(model) if model.exists() else None, "the first run fetches 93 MB"),
     ]
 
@@ -57,10 +60,26 @@ def report(findings: list[Finding]) -> str:
     return "\n".join(f"{f.name.ljust(width)}  {f.found or 'missing: ' + f.cost}" for f in findings)
 
 
+def _kernels() -> list[Finding]:
+    """The handwritten kernels: built, still to be built, or what keeps them from being built."""
+    found = []
+    for device in ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",):
+        name = "kernels on a GPU" if device == "cuda" else "kernels on the CPU"
+        try:
+            library = build.library_path(device)
+            if not library.exists():
+                build.check_toolchain(device)
+            state = f"built: {library}" if library.exists() else "not built yet: the first use takes half a minute"
+            found.append(Finding(name, state))
+        except build.KernelsUnavailable as error:
+            found.append(Finding(name, None, f"{error}; plain torch is used"))
+    return found
+
+
 def _version(command: str) -> str | None:
     # A tool of the virtual environment counts, also where its bin directory is not on PATH.
     path = shutil.which(command) or shutil.which(command, path=os.path.dirname(sys.executable))
     if path is None:
         return None
     lines = subprocess.run([path, "--version"], capture_output=True, text=True).stdout.splitlines()
-    return next((line for line in lines if any(c.isdigit() for c in line) and "opyright" not in line), path)
+    return next((line for line in lines if re.search(r"\d+\.\d+\.\d+", line)), path)

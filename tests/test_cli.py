@@ -10,7 +10,7 @@ import time
 import pytest
 
 from minillm import cli, ladder, plots
-from minillm.doctor import examine, read_bandwidth, report
+from minillm.doctor import Finding, examine, read_bandwidth, report
 
 
 def run(*arguments, **options):
@@ -131,10 +131,20 @@ def test_the_ragged_workload_is_the_same_each_time(tiny_model):
 def test_doctor(capsys):
     assert cli.main(["doctor", "--json"]) == 0
     names = {finding["name"] for finding in json.loads(capsys.readouterr().out)}
-    assert {"torch", "GPU", "nvcc", "g++", "ninja", "model cache", "memory bandwidth"} <= names
+    assert {"torch", "GPU", "nvcc", "g++", "ninja", "kernels on the CPU", "model cache", "memory bandwidth"} <= names
     missing = [f for f in examine() if f.found is None]
     assert all(f.cost for f in missing) and all(f"missing: {f.cost}" in report(missing) for f in missing)
     assert read_bandwidth(seconds=0.1) > 1e8
+
+
+def test_doctor_says_why_there_are_no_kernels(monkeypatch, tmp_path):
+    def kernels() -> Finding:
+        return next(finding for finding in examine() if finding.name == "kernels on the CPU")
+
+    monkeypatch.setenv("MINILLM_HOME", str(tmp_path))
+    assert kernels().found == "not built yet: the first use takes half a minute"
+    monkeypatch.setenv("CXX", "/nowhere/c++")
+    assert kernels().found is None and "no C++ compiler: '/nowhere/c++' is not on PATH" in kernels().cost
 
 
 def test_ctrl_c_ends_cleanly(default_model):

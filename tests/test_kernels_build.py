@@ -69,17 +69,14 @@ def built(tmp_path_factory):
     return home
 
 
-@pytest.mark.parametrize(
-    "env",
-    [{}, {"CUDA_HOME": None}, {"CUDA_HOME": "/nowhere"}, {"CUDA_VISIBLE_DEVICES": ""}, {"CXX": "/nowhere/c++"}],
-    ids=str,
-)
-def test_import_compiles_nothing(tmp_path, env):
+def test_import_compiles_nothing(tmp_path):
     code = (
         "import minillm.engine, minillm.kernels.llama, minillm.kernels.ops, sys; print('cpp_ext' in str(sys.modules))"
     )
-    out, err = finish(start(tmp_path, code=code, **env))
-    assert out == "False\n" and err == ""
+    cases = [{}, {"CUDA_HOME": None}, {"CUDA_HOME": "/nowhere"}, {"CUDA_VISIBLE_DEVICES": ""}, {"CXX": "/nowhere/c++"}]
+    processes = [start(tmp_path, code=code, **env) for env in cases]
+    for env, process in zip(cases, processes, strict=True):
+        assert finish(process) == ("False\n", ""), env
     assert list(tmp_path.iterdir()) == []
 
 
@@ -96,18 +93,21 @@ def test_what_is_built_is_loaded_without_tools(built):
     assert library(built).stat().st_mtime_ns == before
 
 
-@pytest.mark.parametrize("damage", ["cut in half", "no checksum", "nothing but a lock"])
-def test_a_damaged_cache_is_built_again(built, tmp_path, damage):
-    folder = tmp_path / "kernels" / library(built).parent.name
-    folder.mkdir(parents=True)
-    (folder / "lock").write_text("12345")
-    if damage != "nothing but a lock":
-        content = library(built).read_bytes()
-        (folder / library(built).name).write_bytes(content[: len(content) // 2])
-    if damage == "cut in half":
-        (folder / "minillm_kernels_cpu.sha256").write_text(library(built).with_suffix(".sha256").read_text())
-    out, _ = finish(start(tmp_path))
-    assert out.startswith(RESULT) and build._is_whole(library(tmp_path))
+def test_a_damaged_cache_is_built_again(built, tmp_path):
+    processes = {}
+    for damage in ("cut in half", "no checksum", "nothing but a lock"):
+        folder = tmp_path / damage / "kernels" / library(built).parent.name
+        folder.mkdir(parents=True)
+        (folder / "lock").write_text("12345")
+        if damage != "nothing but a lock":
+            content = library(built).read_bytes()
+            (folder / library(built).name).write_bytes(content[: len(content) // 2])
+        if damage == "cut in half":
+            (folder / "minillm_kernels_cpu.sha256").write_text(library(built).with_suffix(".sha256").read_text())
+        processes[damage] = start(tmp_path / damage)
+    for damage, process in processes.items():
+        out, _ = finish(process)
+        assert out.startswith(RESULT) and build._is_whole(library(tmp_path / damage)), damage
 
 
 def test_a_killed_build_is_no_obstacle(tmp_path):

@@ -102,3 +102,12 @@ def test_streams_are_read_16_bytes_at_a_time(compiled, architecture):
 def test_the_tensor_cores_are_used(compiled, architecture):
     ptx = compiled[1][architecture]
     assert ptx.count("mma.sync.aligned.m16n8k16") > 100 and "ldmatrix.sync.aligned.m8n8.x4.trans" in ptx
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("file", ["minillm/kernels/first_kernels.cu", "lessons/07_kernels/exercise.cu"])
+def test_the_lessons_kernels_are_cuda_too(compiled, tmp_path, file):
+    source = build.FOLDER.parent.parent / file
+    command = ["nvcc", "-std=c++17", f"-I{build.FOLDER}", "-arch=sm_90", "-c", source, "-o", tmp_path / "out.o"]
+    run = subprocess.run(command, capture_output=True, text=True)
+    assert run.returncode == 0, run.stdout + run.stderr

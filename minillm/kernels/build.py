@@ -87,10 +87,9 @@ def library_path(device_type: str) -> Path:
 def _load(device_type: str) -> None:
     from . import ops  # noqa: F401  declares the ops that the library implements
 
-    check_toolchain = _check_cuda if device_type == "cuda" else _check_cpu
     library = library_path(device_type)
     if not _is_whole(library):
-        check_toolchain()
+        check_toolchain(device_type)
         library.parent.mkdir(parents=True, exist_ok=True)
         lock = filelock.FileLock(library.parent / "lock")
         try:
@@ -196,6 +195,14 @@ class _tools_on_path:
 
     def __exit__(self, *_):
         os.environ["PATH"] = self.path
+
+
+def check_toolchain(device_type: str) -> None:
+    """KernelsUnavailable, with what is missing, if the kernels cannot be built here for this device type."""
+    if device_type == "cuda":
+        _check_cuda()
+    else:
+        _check_cpu()
 
 
 def _check_cpu() -> None:

@@ -23,7 +23,7 @@ import numpy as np
 from ..model.weights import home
 from .build import FOLDER, KernelsUnavailable, _compiler, _tool
 
-FLAGS = ["-std=c++17", "-O1", "-g", "-Wno-unknown-pragmas", "-rdynamic"]
+FLAGS = ["-std=c++17", "-O0", "-g", "-Wno-unknown-pragmas", "-rdynamic"]
 SANITIZERS = {
     None: [],
     "address": ["-fsanitize=address,undefined", "-fno-sanitize-recover=undefined"],  # and misaligned accesses
