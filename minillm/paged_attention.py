@@ -234,13 +234,20 @@ def token_slots(block_tables: Tensor, seq_lens: Tensor, block_size: int) -> tupl
 def attend_slots(q: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor, mask: Tensor) -> Tensor:
     """One query a row over the tokens at its slots. q [B, heads, head_dim]; caches [num_slots, kv_heads, head_dim];
     slots, mask [B, M], each row with a token at least -> [B, heads, head_dim]"""
+    return attend_rows(q, take_slots(k_cache, slots), take_slots(v_cache, slots), mask)
+
+
+def take_slots(cache: Tensor, slots: Tensor) -> Tensor:
+    """What lies at the slots. cache [num_slots, ...], slots [any shape] -> [*slots.shape, ...]"""
+    return cache.index_select(0, slots.view(-1)).view(*slots.shape, *cache.shape[1:])
+
+
+def attend_rows(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+    """One query a row over the row's tokens, where the mask is True. q [B, heads, head_dim]; k, v [B, M, kv_heads,
+    head_dim]; mask [B, M] -> [B, heads, head_dim]"""
     B, heads, head_dim = q.shape
-    kv_heads = k_cache.shape[1]
-    k, v = (
-        cache.index_select(0, slots.view(-1)).view(B, -1, kv_heads, head_dim).transpose(1, 2)
-        for cache in (k_cache, v_cache)
-    )  # [B, kv_heads, M, head_dim]
-    grouped = q.view(B, kv_heads, heads // kv_heads, head_dim)  # the heads of a group read their KV head once
+    k, v = k.transpose(1, 2), v.transpose(1, 2)  # [B, kv_heads, M, head_dim]
+    grouped = q.view(B, k.shape[1], -1, head_dim)  # the heads of a group read their KV head once
     return F.scaled_dot_product_attention(grouped, k, v, attn_mask=mask[:, None, None]).reshape(B, heads, head_dim)
 
 
@@ -275,6 +282,11 @@ class PagedCache:
         self.k = torch.empty(shape, dtype=dtype, device=device)
         self.v = torch.empty(shape, dtype=dtype, device=device)
         self.pad_block, self.block_size = num_blocks, block_size
+
+    @property
+    def pools(self) -> list[Tensor]:
+        """All that a block holds, [layers, num_blocks + 1, ...] each."""
+        return [self.k, self.v]
 
     def prepare(self, scheduled: list[tuple[Sequence, int]]) -> None:
         """Say whose tokens the next pass runs, in the order of its rows.
@@ -311,26 +323,34 @@ class PagedCache:
         copies = [sequence.block_copy for sequence, _ in scheduled if sequence.block_copy]
         if copies:
             old, new = (self._tensor(blocks) for blocks in zip(*copies, strict=True))
-            self.k[:, new] = self.k[:, old]
-            self.v[:, new] = self.v[:, old]
+            for pool in self.pools:
+                pool[:, new] = pool[:, old]
             for sequence, _ in scheduled:
                 sequence.block_copy = None
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """q [N, heads, head_dim]; k, v [N, kv_heads, head_dim] -> [N, heads, head_dim]"""
-        k_cache, v_cache = self.k[layer].flatten(0, 1), self.v[layer].flatten(0, 1)  # [num_slots, kv_heads, head_dim]
-        k_cache.index_copy_(0, self.slot_mapping, k)
-        v_cache.index_copy_(0, self.slot_mapping, v)
+        self.store(layer, k, v)
         out = torch.empty_like(q)
         if self.groups:
             queries = q[self.decode_rows].split([len(slots) for slots, _ in self.groups])
             parts = [
-                attend_slots(part, k_cache, v_cache, *group) for part, group in zip(queries, self.groups, strict=True)
+                attend_rows(part, *self.take(layer, slots), mask)
+                for part, (slots, mask) in zip(queries, self.groups, strict=True)
             ]
             out[self.decode_rows] = torch.cat(parts)
         for rows, slots in self.chunks:
-            out[rows] = attention(q[rows], k_cache.index_select(0, slots), v_cache.index_select(0, slots))
+            out[rows] = attention(q[rows], *self.take(layer, slots))
         return out
+
+    def store(self, layer: int, k: Tensor, v: Tensor) -> None:
+        """Write k, v [N, kv_heads, head_dim] to the slots of the pass."""
+        for pool, new in ((self.k, k), (self.v, v)):
+            pool[layer].flatten(0, 1).index_copy_(0, self.slot_mapping, new)
+
+    def take(self, layer: int, slots: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values at slots [any shape] -> two of [*slots.shape, kv_heads, head_dim]"""
+        return tuple(take_slots(pool[layer].flatten(0, 1), slots) for pool in (self.k, self.v))
 
     def _group(self, entries: list[tuple[int, int, list[int]]]) -> tuple[Tensor, Tensor]:
         lengths, _, tables = zip(*entries, strict=True)

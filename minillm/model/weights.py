@@ -61,6 +61,13 @@ def load_model(name: str | os.PathLike = DEFAULT_MODEL, dtype: str = "auto", dev
     path = default_gguf_path() if str(name) == DEFAULT_MODEL else Path(name).expanduser()
     if path.suffix == ".gguf" and path.is_file():
         model = _load_gguf(path, torch_dtype)
+    elif str(name) and (path / "minillm.json").is_file():
+        from ..quantization import load_quantized, pack_layers
+
+        model = load_quantized(path).to(device)
+        model = model if dtype == "auto" else model.to(torch_dtype)
+        pack_layers(model)
+        return model
     elif str(name) and path.is_dir():
         model = _load_directory(path, torch_dtype)
     elif _looks_like_hub_id(str(name)):
