@@ -29,6 +29,7 @@ from .model.llama import Llama
 from .model.sampling import SamplingParams, sample
 from .model.weights import DEFAULT_MODEL, load_model
 from .paged_attention import DEFAULT_BLOCK_SIZE, BlockManager, PagedCache, num_blocks_for
+from .quantization import Int8PagedCache, int8_kv_bytes, is_quantized, quantize_model
 from .static_batching import PAD, StaticBatch
 from .trace import StepTrace
 
@@ -66,6 +67,9 @@ class LLM:
     what max_num_seqs of the longest sequences need; num_blocks, of block_size tokens each, overrides it. Contiguous
     and static get the same memory.
 
+    quantize: "int8" (int8 weights, W8A16) or "w8a8" (activations too), step 8; a model that is given stays as it is.
+    kv_dtype: "int8" keeps keys and values in int8 (paged only), so that the same memory holds about twice the tokens.
+
     kernels: "torch", or "cuda": passes run on the handwritten kernels of step 7, on a CPU in their simulator (slow).
     "auto" is "cuda" on a GPU, and torch with a warning where the kernels cannot be built.
 
@@ -89,6 +93,8 @@ class LLM:
         kv_memory_fraction: float = 0.5,
         num_blocks: int | None = None,
         block_size: int = DEFAULT_BLOCK_SIZE,
+        quantize: str | None = None,
+        kv_dtype: str | None = None,
         kernels: str = "auto",
         block_manager: type = BlockManager,
         scheduler: type = Scheduler,
@@ -110,11 +116,25 @@ class LLM:
         if batching == "static" and kernels == "cuda":
             raise ValueError("kernels='cuda': no kernel reads static batching's rectangle, must be 'torch' or 'auto'")
 
+        if quantize is not None:
+            _check_choice("quantize", quantize, ("int8", "w8a8"))
+        self.kv = ("paged" if batching == "continuous" else "contiguous") if kv == "auto" else kv
+        if kv_dtype is not None:
+            _check_choice("kv_dtype", kv_dtype, ("auto", "int8"))
+        self.kv_dtype = None if kv_dtype == "auto" else kv_dtype
+        if self.kv_dtype == "int8" and self.kv != "paged":
+            raise ValueError("kv_dtype='int8': only with kv='paged', must be 'auto' here")
+        if kernels == "cuda" and (quantize or self.kv_dtype):
+            raise ValueError("kernels='cuda': no kernel reads int8 weights or int8 keys and values, must be 'torch'")
+
         self.model = model if isinstance(model, Llama) else load_model(model, dtype, device)
+        if quantize:
+            self.model = quantize_model(self.model, quantize)
         self.batching = batching
+        if is_quantized(self.model) or self.kv_dtype:
+            kernels = "torch"
         self.kernels = "torch" if batching == "static" else resolve_kernels(kernels, self.model)
         self._sample = kernel_sample if self.kernels == "cuda" else sample
-        self.kv = ("paged" if batching == "continuous" else "contiguous") if kv == "auto" else kv
         self.max_num_seqs = max_num_seqs
         context = self.model.config.max_position_embeddings
         self.max_model_len = context if max_model_len is None else min(max_model_len, context)
@@ -134,7 +154,7 @@ class LLM:
             self._runner = StaticRunner(self)
             return
         if self.kv == "paged":
-            size, cache_type = (num_blocks, block_size), PagedCache
+            size, cache_type = (num_blocks, block_size), Int8PagedCache if self.kv_dtype == "int8" else PagedCache
             memory = block_manager(*size, prefix_caching)
         else:
             size, cache_type = (min(self.kv_tokens // self.max_model_len, max_num_seqs), self.max_model_len), SlotCache
@@ -149,12 +169,18 @@ class LLM:
         self._runner = ContinuousRunner(self, scheduler(memory, max_num_seqs, budget, enable_chunked_prefill), cache)
 
     def _blocks_from_memory(self, fraction: float, block_size: int) -> int:
-        block_bytes = kv_bytes(self.model.config, block_size, self.model.dtype)
+        block_bytes = self.kv_bytes(block_size)
         enough = self.max_num_seqs * num_blocks_for(self.max_model_len, block_size)
         blocks = min(int(fraction * free_memory(self.model.device)) // block_bytes, enough)
         if blocks < 1:
             raise ValueError(f"kv_memory_fraction={fraction}: not even a block of {block_bytes} bytes fits")
         return blocks
+
+    def kv_bytes(self, num_tokens: int) -> int:
+        """Bytes of keys and values of `num_tokens` tokens."""
+        if self.kv_dtype == "int8":
+            return int8_kv_bytes(self.model.config, num_tokens)
+        return kv_bytes(self.model.config, num_tokens, self.model.dtype)
 
     # --- one call, all answers ------------------------------------------------------------------------------
 
@@ -443,7 +469,7 @@ class ContinuousRunner:
         return forward(self.model, self.cache, scheduled)
 
     def kv_bytes(self, request: Request) -> int:
-        return kv_bytes(self.llm.model.config, request.sequence.num_computed_tokens, self.llm.model.dtype)
+        return self.llm.kv_bytes(request.sequence.num_computed_tokens)
 
     def usage(self) -> dict[str, int]:
         usage = self.scheduler.memory.usage(self.scheduler.running)

@@ -7,6 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from minillm import LLM
 from minillm.continuous_batching import Scheduler, Sequence, generate_with
 from minillm.model.llama import Linear
 from minillm.model.sampling import SamplingParams
@@ -376,3 +377,74 @@ def test_int8_kv_bytes(tiny_config):
     assert sum(pool[:, :-1].nbytes for pool in cache.pools) == int8_kv_bytes(tiny_config, 28)
     wide = dataclasses.replace(tiny_config, head_dim=64)
     assert 2 * 2 * 2 * 2 * 64 * 28 / int8_kv_bytes(wide, 28) > 1.8  # K and V, bfloat16, 2 layers, 2 heads
+
+
+# --- in the engine ----------------------------------------------------------------------------------------------------
+
+PROMPTS = ["one", "a longer one than that", "x" * 60]
+PARAMS = SamplingParams(max_tokens=24, ignore_eos=True)
+
+
+def tokens_of(model, **settings):
+    return [c.token_ids for c in LLM(model, **settings).generate(PROMPTS, PARAMS)]
+
+
+@pytest.mark.parametrize("settings", [{"quantize": "int8"}, {"kv_dtype": "int8"},
+                                      {"quantize": "int8", "kv_dtype": "int8"}], ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    "setting",
+    [{"max_num_seqs": 1}, {"max_num_batched_tokens": 7}, {"num_blocks": 12, "block_size": 8},
+     {"enable_chunked_prefill": False}],
+    ids=str,
+)  # fmt: skip
+def test_a_quantised_engine_gives_the_same_tokens_in_any_setting(tiny_config, settings, setting):
+    model = random_model(tiny_config, dtype=torch.float64)
+    assert tokens_of(model, **settings, **setting) == tokens_of(model, **settings)
+
+
+@pytest.mark.parametrize("step", ["naive_decode", "kv_cache", "prefill_decode", "static_batching", "paged_attention"])
+def test_every_step_gives_the_quantised_models_tokens(tiny_config, step):
+    import importlib
+
+    quantized = quantize_model(random_model(tiny_config, dtype=torch.float64))
+    generate = importlib.import_module(f"minillm.{step}").generate
+    prompts = PROMPTS
+    assert [c.token_ids for c in generate(quantized, prompts, PARAMS)] == tokens_of(quantized)
+
+
+def test_int8_kv_holds_twice_the_sequences_in_the_same_memory(tiny_config):
+    """By the engine's own metrics: how many run at a time when memory, not max_num_seqs, is the limit."""
+    config = dataclasses.replace(tiny_config, head_dim=64)
+    model = random_model(config, dtype=torch.bfloat16)
+    memory = 32 * LLM(model, num_blocks=1, block_size=16).kv_bytes(16)  # 32 blocks of bfloat16
+    running = {}
+    for kv_dtype in ("auto", "int8"):
+        num_blocks = memory // LLM(model, kv_dtype=kv_dtype, num_blocks=1).kv_bytes(16)
+        llm = LLM(model, kv_dtype=kv_dtype, num_blocks=num_blocks, block_size=16, max_num_seqs=64, prefix_caching=False)
+        for _ in range(40):
+            llm.add_request("x" * 40, SamplingParams(max_tokens=8, ignore_eos=True))
+        most = 0
+        while llm.has_unfinished:
+            llm.step()
+            most = max(most, llm.metrics()["running"])
+        running[kv_dtype] = most
+    assert running["int8"] / running["auto"] > 1.8
+
+
+def test_the_engine_leaves_the_given_model_as_it_is(tiny_model):
+    llm = LLM(tiny_model, quantize="w8a8")
+    assert llm.model is not tiny_model and isinstance(llm.model.layers[0].mlp.down_proj, QuantizedLinear)
+    assert isinstance(tiny_model.layers[0].mlp.down_proj, Linear)
+
+
+@pytest.mark.parametrize(
+    "settings, message",
+    [({"quantize": "int4"}, "quantize='int4': must be 'int8' or 'w8a8'"),
+     ({"kv_dtype": "int4"}, "kv_dtype='int4': must be 'auto' or 'int8'"),
+     ({"kv_dtype": "int8", "kv": "contiguous"}, "kv_dtype='int8': only with kv='paged'"),
+     ({"kv_dtype": "int8", "batching": "static"}, "kv_dtype='int8': only with kv='paged'"),
+     ({"quantize": "int8", "kernels": "cuda"}, "kernels='cuda': no kernel reads int8")],
+)  # fmt: skip
+def test_settings_that_do_not_go_together_are_named(tiny_model, settings, message):
+    with pytest.raises(ValueError, match=message):
+        LLM(tiny_model, **settings)
