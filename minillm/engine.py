@@ -29,7 +29,7 @@ from .model.llama import Llama
 from .model.sampling import SamplingParams, sample
 from .model.weights import DEFAULT_MODEL, load_model
 from .paged_attention import DEFAULT_BLOCK_SIZE, BlockManager, PagedCache, num_blocks_for
-from .quantization import Int8PagedCache, int8_kv_bytes, is_quantized, quantize_model
+from .quantization import Int8PagedCache, int8_kv_bytes, quantize_model
 from .static_batching import PAD, StaticBatch
 from .trace import StepTrace
 
@@ -124,15 +124,11 @@ class LLM:
         self.kv_dtype = None if kv_dtype == "auto" else kv_dtype
         if self.kv_dtype == "int8" and self.kv != "paged":
             raise ValueError("kv_dtype='int8': only with kv='paged', must be 'auto' here")
-        if kernels == "cuda" and (quantize or self.kv_dtype):
-            raise ValueError("kernels='cuda': no kernel reads int8 weights or int8 keys and values, must be 'torch'")
 
         self.model = model if isinstance(model, Llama) else load_model(model, dtype, device)
         if quantize:
             self.model = quantize_model(self.model, quantize)
         self.batching = batching
-        if is_quantized(self.model) or self.kv_dtype:
-            kernels = "torch"
         self.kernels = "torch" if batching == "static" else resolve_kernels(kernels, self.model)
         self._sample = kernel_sample if self.kernels == "cuda" else sample
         self.max_num_seqs = max_num_seqs

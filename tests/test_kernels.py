@@ -200,6 +200,89 @@ def test_gemv_of_rows_apart_and_unaligned(device, generator):
         assert_close(run("gemv", x, weight), in_double("gemv", x, weight), 8)
 
 
+# --- int8 linear layers -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("rows, size", [(1, 1), (3, 7), (5, 96), (2, 576), (257, 8), (2, 4104), (1, 4100), (0, 64)])
+def test_quantize_gives_the_references_codes(device, generator, dtype, rows, size):
+    x = (3 * torch.randn(rows, size, generator=generator)).to(device, dtype)
+    codes, scale = run("quantize", x)
+    expected_codes, expected_scale = reference.quantize(x.cpu())
+    assert torch.equal(scale.cpu(), expected_scale) and torch.equal(codes.cpu(), expected_codes)
+
+
+def test_quantize_of_zeros_outliers_and_views(device, generator):
+    x = torch.randn(5, 64, generator=generator)
+    x[0] = 0
+    x[1, 3] = 1e30  # the others become zero
+    x[2] = 1e-42  # below the smallest scale that is no denormal
+    x[3, 5] = float("nan")
+    x[4, 7] = float("-inf")
+    codes, scale = (t.cpu() for t in run("quantize", x.to(device)))
+    assert codes[0].eq(0).all() and codes[1].abs().sum() == 127 and scale[0] > 0
+    assert torch.equal(codes[:3], reference.quantize(x[:3])[0])
+    assert scale[3].isnan() and scale[4].isinf()  # stays visible
+    wide = torch.randn(6, 200, generator=generator).to(device)
+    for view in (wide[::2, 8:72], wide[:, 3:67]):
+        assert torch.equal(run("quantize", view)[0].cpu(), reference.quantize(view.cpu())[0])
+
+
+def int8_linear_inputs(generator, device, dtype, rows, M, K):
+    x = torch.randn(rows, K, generator=generator).to(device, dtype)
+    codes, scale = reference.quantize(torch.randn(M, K, generator=generator) / K**0.5)
+    bias = torch.randn(M, generator=generator).to(device, dtype)
+    return x, codes.to(device), scale.to(device), bias
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("rows", [0, 1, 3, 8, 11, 70])
+@pytest.mark.parametrize("M, K", [(1, 16), (7, 576), (130, 64), (5, 77), (66, 40), (9, 2064)])
+def test_linear_w8a16(device, generator, dtype, rows, M, K):
+    x, codes, scale, bias = int8_linear_inputs(generator, device, dtype, rows, M, K)
+    for args in ((x, codes, scale), (x, codes, scale, bias)):
+        assert_close(run("linear_w8a16", *args), in_double("linear_w8a16", *args))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("version", [1, 2])
+@pytest.mark.parametrize("rows", [0, 1, 11, 70])
+@pytest.mark.parametrize("M, K", [(1, 16), (7, 576), (130, 64), (5, 77), (66, 40)])
+def test_linear_w8a8(device, generator, dtype, version, rows, M, K):
+    x, codes, scale, bias = int8_linear_inputs(generator, device, dtype, rows, M, K)
+    assert_close(run("linear_w8a8", x, codes, scale, bias, version), in_double("linear_w8a8", x, codes, scale, bias))
+    assert_close(run("linear_w8a8", x, codes, scale, None, version), in_double("linear_w8a8", x, codes, scale))
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_linear_w8a8_adds_up_exactly(device, version):
+    """The largest sums there are: 127 * 127 * K needs 26 bits, more than a float32 has."""
+    K = 4096
+    x, codes = torch.ones(2, K, device=device), torch.full((3, K), 127, dtype=torch.int8, device=device)
+    codes[1] = -127
+    codes[2, ::2] = -127
+    codes[2, 0] = -126
+    scale = torch.ones(3, device=device)
+    out = run("linear_w8a8", x, codes, scale, None, version) * 127
+    expected = torch.tensor([127.0 * 127 * K, -127.0 * 127 * K, 127.0]).expand(2, 3)
+    torch.testing.assert_close(out.cpu(), expected, rtol=1e-6, atol=0)
+
+
+def test_int8_linears_read_views_and_refuse_what_they_cannot(device, generator):
+    x, codes, scale, _ = int8_linear_inputs(generator, device, torch.float32, 6, 12, 64)
+    wide = torch.randn(6, 200, generator=generator).to(device)
+    for view in (wide[::2, 8:72], wide[:, 3:67]):
+        for op in ("linear_w8a16", "linear_w8a8"):
+            assert_close(run(op, view, codes, scale), in_double(op, view, codes, scale), 4)
+    for op in ("linear_w8a16", "linear_w8a8"):
+        with pytest.raises(RuntimeError, match=r"codes .* must be \[M, K\] int8"):
+            run(op, x, codes.float(), scale)
+        with pytest.raises(RuntimeError, match=r"scale .* must be \[M\] float32"):
+            run(op, x, codes, scale.double())
+        with pytest.raises(RuntimeError, match=r"x of shape \[6, 32\]"):
+            run(op, x[:, ::2], codes[:, :32].contiguous(), scale)
+
+
 # --- greedy and sampling ------------------------------------------------------------------------------------------
 
 
@@ -376,6 +459,74 @@ def test_paged_attention_of_large_scores_does_not_overflow(device, generator):
         assert_close(out, in_double("paged_attention", q, *pages.args), 10)
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("head_dim", [*HEAD_DIMS, 100, 2])
+@pytest.mark.parametrize("heads, kv_heads", [(3, 1), (6, 2)])
+def test_rope_and_store_into_int8(device, generator, heads, kv_heads, head_dim, dtype):
+    qkv, positions, cos_sin, pool, slots = rope_inputs(generator, 9, heads, kv_heads, head_dim, dtype)
+    slots[4] = -1
+    qkv[2, heads + kv_heads :] = 0  # a token whose values are zero
+    codes = torch.full(pool.shape, 99, dtype=torch.int8)
+    scales = torch.full(pool.shape[:-1], 7.0)
+    expected = codes.clone(), scales.clone()
+    arguments = qkv, positions, cos_sin
+    expected_q = reference.rope_and_store(*arguments, *expected[0], slots, heads, *expected[1])
+    codes, scales = codes.to(device), scales.to(device)
+    q = run("rope_and_store", *(x.to(device) for x in arguments), *codes, slots.to(device), heads, *scales)
+    assert_close(q, expected_q.double())
+    torch.testing.assert_close(scales.cpu(), expected[1], rtol=TOLERANCE[dtype] / 2, atol=0)
+    assert (codes.cpu().int() - expected[0].int()).abs().max() <= 1  # where rounding falls on a half
+    assert (codes.cpu() != expected[0]).float().mean() < 0.01
+
+
+def to_int8(pages):
+    """The same pages, quantised: what no sequence owns has a scale of NaN."""
+    (k, k_scale), (v, v_scale) = (reference.quantize(pool.cpu().nan_to_num(0)) for pool in (pages.k, pages.v))
+    for pool, scale in ((pages.k, k_scale), (pages.v, v_scale)):
+        scale[pool.cpu().isnan().any(-1)] = float("nan")
+    device = pages.k.device
+    args = k.to(device), v.to(device), pages.block_tables, pages.seq_lens
+    return args, {"k_scale": k_scale.to(device), "v_scale": v_scale.to(device)}
+
+
+def int8_in_double(op, *args, k_scale, v_scale):
+    return in_double(op, *args, k_scale, v_scale)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("version, splits", [(1, 0), (2, 0), (3, 3)])
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+def test_paged_attention_over_int8(device, generator, version, splits, head_dim, dtype):
+    args, scales = to_int8(Pages(generator, [1, 15, 16, 17, 0, 70], 2, head_dim, dtype, device))
+    q = torch.randn(6, 6, head_dim, generator=generator).to(device, dtype)
+    out = run("paged_attention", q, *args, version, splits, **scales)
+    assert_close(out, int8_in_double("paged_attention", q, *args, **scales))
+    assert out[4].eq(0).all()
+
+
+@pytest.mark.parametrize("version", [1, 2])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+def test_paged_prefill_over_int8(device, generator, version, dtype, head_dim):
+    new, lengths = [20, 7, 1, 0, 66], [20, 40, 33, 9, 70]
+    args, scales = to_int8(Pages(generator, lengths, 2, head_dim, dtype, device))
+    starts = torch.tensor([0, *torch.tensor(new).cumsum(0).tolist()], device=device)
+    q = torch.randn(sum(new), 4, head_dim, generator=generator).to(device, dtype)
+    out = run("paged_prefill_attention", q, *args, starts, max(new), version, **scales)
+    assert_close(out, int8_in_double("paged_prefill_attention", q, *args, starts, max(new), **scales))
+
+
+def test_int8_pages_without_scales_or_with_half_of_them_are_refused(device, generator):
+    args, scales = to_int8(Pages(generator, [5], 1, 64, torch.float32, device))
+    q = torch.randn(1, 2, 64, generator=generator).to(device)
+    with pytest.raises(RuntimeError, match="k_cache .* must be of the same dtype"):
+        run("paged_attention", q, *args)
+    with pytest.raises(RuntimeError, match="v_cache .* must be of the same dtype"):
+        run("paged_attention", q, *args, k_scale=scales["k_scale"])
+    with pytest.raises(RuntimeError, match=r"v_scale .* must be \[num_blocks, block_size, kv_heads\] float32"):
+        run("paged_attention", q, *args, k_scale=scales["k_scale"], v_scale=scales["v_scale"].double())
+
+
 @pytest.mark.parametrize("version", [1, 2])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
@@ -425,8 +576,8 @@ def test_offsets_do_not_wrap(tmp_path):
 #include "attention.h"
 int main() {
   const int64_t table[] = {0, 131072, 16000000};  // blocks of 16 tokens of 8 heads of 128
-  bool right = offset_of(slot_of(table, 16, 16), 7, 8, 128) == 131072LL * 16 * 8 * 128 + 7 * 128
-            && offset_of(slot_of(table, 47, 16), 0, 8, 128) == (16000000LL * 16 + 15) * 8 * 128;
+  bool right = row_of(slot_of(table, 16, 16), 7, 8) * 128 == 131072LL * 16 * 8 * 128 + 7 * 128
+            && row_of(slot_of(table, 47, 16), 0, 32) * 128 == (16000000LL * 16 + 15) * 32 * 128;
   return right ? 0 : 1;
 }
 """)

@@ -51,6 +51,18 @@ def test_any_setting_gives_the_naive_loops_tokens(tiny_model, naive_tokens, sett
     assert tokens(LLM(tiny_model, kernels="cuda", **settings)) == naive_tokens
 
 
+@pytest.mark.parametrize("schedule", ["in_order", "random"])
+@pytest.mark.parametrize(
+    "settings",
+    [{"quantize": "int8"}, {"quantize": "w8a8"}, {"kv_dtype": "int8"}, {"quantize": "int8", "kv_dtype": "int8"},
+     {"kv_dtype": "int8", "max_num_batched_tokens": 7}, {"kv_dtype": "int8", "num_blocks": 9, "block_size": 16}],
+    ids=str,
+)  # fmt: skip
+def test_int8_on_kernels_gives_plain_torchs_tokens(tiny_model, monkeypatch, settings, schedule):
+    monkeypatch.setenv("CUDA_ON_CPU_SCHEDULE", schedule)
+    assert tokens(LLM(tiny_model, kernels="cuda", **settings)) == tokens(LLM(tiny_model, kernels="torch", **settings))
+
+
 @pytest.mark.parametrize("kind", ["biased", "normed", "multi-head", "one KV head", "untied"])
 def test_every_kind_of_model_runs(kind):
     options = {

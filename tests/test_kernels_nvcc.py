@@ -17,8 +17,14 @@ BUDGET = {
     "rms_norm_block_per_row": 64,
     "rms_norm_in_registers": 80,
     "rope_and_store_kernel": 64,
+    "rope_and_quantize_kernel": 64,
     "silu_and_mul_kernel": 32,
     "gemv_kernel": 64,
+    "quantize_kernel": 40,
+    "linear_w8a16_gemv": 80,
+    "linear_w8a16_gemm": 128,
+    "linear_w8a8_dp4a": 128,
+    "linear_w8a8_tensor_cores": 128,
     "best_token": 32,
     "unpack_tokens": 32,
     "sample_kernel": 64,
@@ -36,8 +42,13 @@ STREAMING = [  # the kernels that are as fast as the memory, in the form that al
     r"silu_and_mul_kernel<.*, [48]>",
     r"gemv_kernel<.*, [48], \d, \d>",
     r"best_token<.*, [48]>",
-    r"paged_attention_packed<.*",
-    r"paged_prefill_tensor_cores<.*",
+    r"paged_attention_packed<([\w:]+), \1, .*",
+    r"paged_prefill_tensor_cores<\d+, c10::BFloat16>",
+    r"quantize_kernel<.*, [48]>",
+    r"linear_w8a16_gemv<.*, 16, \d>",
+    r"linear_w8a16_gemm",
+    r"linear_w8a8_dp4a<.*",
+    r"linear_w8a8_tensor_cores<.*",
 ]
 WIDE_LOAD = r"ld\.global(\.\w+)*\.(v4\.[a-z]32|v2\.[a-z]64)"
 
@@ -102,6 +113,7 @@ def test_streams_are_read_16_bytes_at_a_time(compiled, architecture):
 def test_the_tensor_cores_are_used(compiled, architecture):
     ptx = compiled[1][architecture]
     assert ptx.count("mma.sync.aligned.m16n8k16") > 100 and "ldmatrix.sync.aligned.m8n8.x4.trans" in ptx
+    assert ptx.count("mma.sync.aligned.m16n8k32") > 10 and "dp4a" in ptx
 
 
 @pytest.mark.slow

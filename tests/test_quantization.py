@@ -442,8 +442,7 @@ def test_the_engine_leaves_the_given_model_as_it_is(tiny_model):
     [({"quantize": "int4"}, "quantize='int4': must be 'int8' or 'w8a8'"),
      ({"kv_dtype": "int4"}, "kv_dtype='int4': must be 'auto' or 'int8'"),
      ({"kv_dtype": "int8", "kv": "contiguous"}, "kv_dtype='int8': only with kv='paged'"),
-     ({"kv_dtype": "int8", "batching": "static"}, "kv_dtype='int8': only with kv='paged'"),
-     ({"quantize": "int8", "kernels": "cuda"}, "kernels='cuda': no kernel reads int8")],
+     ({"kv_dtype": "int8", "batching": "static"}, "kv_dtype='int8': only with kv='paged'")],
 )  # fmt: skip
 def test_settings_that_do_not_go_together_are_named(tiny_model, settings, message):
     with pytest.raises(ValueError, match=message):

@@ -56,6 +56,13 @@ __device__ inline void mma_m16n8k16(float (&d)[4], const uint32_t (&a)[4], const
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
 }
 
+// The same with int8: a is 16 x 32, b 32 x 8, d 16 x 8 int32. A register holds four bytes of K, where it held two elements.
+__device__ inline void mma_m16n8k32(int (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
+  asm volatile("mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+               : "+r"(d[0]), "+r"(d[1]), "+r"(d[2]), "+r"(d[3])
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+}
+
 // Four 8 x 8 matrices of 2-byte elements from shared memory, in the layout that mma wants. Lane i gives the address of
 // row i % 8 of matrix i / 8 (16 bytes, aligned). Register j of lane i gets two elements of matrix j: those in row i / 4
 // and columns 2 (i % 4), 2 (i % 4) + 1; with TRANSPOSE rows and columns are exchanged.

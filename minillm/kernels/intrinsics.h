@@ -182,25 +182,32 @@ inline float from_bf16(uint32_t pair, unsigned which) {
   return value;
 }
 
-struct Mma { float* d; const uint32_t *a, *b; };
+inline int from_int8(uint32_t four, unsigned which) { return int8_t(four >> (8 * which)); }
 
-inline void complete_mma(void** given) {
-  float a[16][16], b[16][8];
+template <typename T>
+struct Mma { T* d; const uint32_t *a, *b; };
+
+// d += a b, of 16 x K by K x 8, K = 8 PER: a register holds PER elements of K, which `element` takes out.
+template <typename T, unsigned PER, T (*element)(uint32_t, unsigned)>
+void complete_mma(void** given) {
+  constexpr unsigned K = 8 * PER;
+  T a[16][K], b[K][8];
   for (unsigned lane = 0; lane < 32; lane++) {
-    auto* mine = static_cast<Mma*>(given[lane]);
+    auto* mine = static_cast<Mma<T>*>(given[lane]);
     if (!mine) throw std::runtime_error(machine->kernel + ": mma: lane " + std::to_string(lane) + " does not take part");
-    unsigned group = lane / 4, pair = lane % 4 * 2;
-    for (unsigned i = 0; i < 2; i++) {
-      a[group][pair + i] = from_bf16(mine->a[0], i), a[group + 8][pair + i] = from_bf16(mine->a[1], i);
-      a[group][pair + 8 + i] = from_bf16(mine->a[2], i), a[group + 8][pair + 8 + i] = from_bf16(mine->a[3], i);
-      b[pair + i][group] = from_bf16(mine->b[0], i), b[pair + 8 + i][group] = from_bf16(mine->b[1], i);
-    }
+    unsigned group = lane / 4, first = lane % 4 * PER;
+    for (unsigned i = 0; i < PER; i++)
+      for (unsigned half = 0; half < 2; half++) {
+        a[group][half * K / 2 + first + i] = element(mine->a[2 * half], i);
+        a[group + 8][half * K / 2 + first + i] = element(mine->a[2 * half + 1], i);
+        b[half * K / 2 + first + i][group] = element(mine->b[half], i);
+      }
   }
   for (unsigned lane = 0; lane < 32; lane++)
     for (unsigned i = 0; i < 4; i++) {
       unsigned row = lane / 4 + i / 2 * 8, column = lane % 4 * 2 + i % 2;
-      float& d = static_cast<Mma*>(given[lane])->d[i];
-      for (unsigned k = 0; k < 16; k++) d += a[row][k] * b[k][column];
+      T& d = static_cast<Mma<T>*>(given[lane])->d[i];
+      for (unsigned k = 0; k < K; k++) d += a[row][k] * b[k][column];
     }
 }
 
@@ -219,8 +226,12 @@ void complete_load_matrix(void** given) {
 }  // namespace cuda_on_cpu
 
 inline void mma_m16n8k16(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2], HERE) {
-  cuda_on_cpu::Mma given{d, a, b};
-  cuda_on_cpu::collective(~0u, cuda_on_cpu::complete_mma, given, file, line);
+  cuda_on_cpu::Mma<float> given{d, a, b};
+  cuda_on_cpu::collective(~0u, cuda_on_cpu::complete_mma<float, 2, cuda_on_cpu::from_bf16>, given, file, line);
+}
+inline void mma_m16n8k32(int (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2], HERE) {
+  cuda_on_cpu::Mma<int> given{d, a, b};
+  cuda_on_cpu::collective(~0u, cuda_on_cpu::complete_mma<int, 4, cuda_on_cpu::from_int8>, given, file, line);
 }
 template <bool TRANSPOSE>
 void load_matrix_x4(uint32_t (&r)[4], const void* row, HERE) {

@@ -22,6 +22,7 @@ from ..continuous_batching import Sequence, SlotCache
 from ..model.llama import Attention, Linear, Llama
 from ..model.sampling import SamplingParams, apply_penalties, uniform
 from ..paged_attention import PagedCache, slot_mapping
+from ..quantization import Int8PagedCache, QuantizedLinear
 from .build import KernelsUnavailable, load_kernels
 
 ops = torch.ops.minillm
@@ -95,12 +96,15 @@ class KernelCache:
 
     def store_and_attend(self, layer: int, qkv: Tensor, positions: Tensor, cos_sin: Tensor, num_heads: int) -> Tensor:
         """qkv [N, heads + 2 kv_heads, head_dim], before RoPE -> [N, heads, head_dim]"""
-        k, v = self.memory.k[layer], self.memory.v[layer]
-        q = ops.rope_and_store(qkv, positions, cos_sin, k, v, self.slot_mapping, num_heads)
+        memory, scales = self.memory, {}
+        if isinstance(memory, Int8PagedCache):
+            scales = {"k_scale": memory.k_scale[layer], "v_scale": memory.v_scale[layer]}
+        k, v = memory.k[layer], memory.v[layer]
+        q = ops.rope_and_store(qkv, positions, cos_sin, k, v, self.slot_mapping, num_heads, **scales)
         pages = k, v, self.block_tables, self.seq_lens
         if self.max_query_len == 1:
-            return ops.paged_attention(q, *pages)
-        return ops.paged_prefill_attention(q, *pages, self.query_starts, self.max_query_len)
+            return ops.paged_attention(q, *pages, **scales)
+        return ops.paged_prefill_attention(q, *pages, self.query_starts, self.max_query_len, **scales)
 
     def _tensor(self, values) -> Tensor:
         return torch.tensor(values, dtype=torch.int64, device=self.memory.k.device)
@@ -148,8 +152,12 @@ class KernelLlama:
         return linear(self.model.head, hidden)
 
 
-def linear(layer: Linear, x: Tensor) -> Tensor:
-    """x [N, in] -> [N, out]: by the GEMV kernel for a few rows, by torch's matrix product for many."""
+def linear(layer: Linear | QuantizedLinear, x: Tensor) -> Tensor:
+    """x [N, in] -> [N, out]: by the GEMV kernel for a few rows, by torch's matrix product for many; int8 weights by
+    their own kernels."""
+    if isinstance(layer, QuantizedLinear):
+        product = ops.linear_w8a8 if layer.mode == "w8a8" else ops.linear_w8a16
+        return product(x, layer.codes, layer.scale, layer.bias)
     if len(x) <= GEMV_ROWS:
         return ops.gemv(x, layer.weight, layer.bias)
     return F.linear(x, layer.weight, layer.bias)

@@ -12,13 +12,17 @@
 // version 3: the same, with the sequence split over several blocks (split-K, Flash-Decoding): a single long sequence has
 //            8 KV heads, and the GPU 132 multiprocessors. Each block leaves a maximum, a sum and a weighted mean; a second
 //            kernel merges them. With as many sequences as fill the GPU it is version 2.
+//
+// Keys and values may be int8 codes (step 8): half the bytes, so half the time at best. A key's scale multiplies its score,
+// and a value's scale its weight, once a token instead of once a channel. A lane's 8 channels are 8 bytes then, and a
+// warp's load 256 bytes in one piece: wider loads would double the registers that hold queries and sums.
 #include "attention.h"
 
 // ---- version 1 ------------------------------------------------------------------------------------------------------
 
-template <typename T>
+template <typename T, typename E>
 __global__ void __launch_bounds__(128)
-paged_attention_per_head(const T* q, int64_t q_stride, const T* k_cache, const T* v_cache, const int64_t* block_tables,
+paged_attention_per_head(const T* q, int64_t q_stride, Pool<E> keys, Pool<E> values, const int64_t* block_tables,
                          const int64_t* seq_lens, T* out, int W, int block_size, int kv_heads, int group, int head_dim) {
   constexpr int MAX_CHANNELS = 8;
   const int head = blockIdx.x, heads = gridDim.x, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -32,16 +36,17 @@ paged_attention_per_head(const T* q, int64_t q_stride, const T* k_cache, const T
       query[c] = float(q[b * q_stride + head * head_dim + i]) * (LOG2_E * rsqrtf(head_dim));
 
   for (int t = warp; t < length; t += 4) {
-    int64_t offset = offset_of(slot_of(block_tables + b * W, t, block_size), head / group, kv_heads, head_dim);
+    int64_t row = row_of(slot_of(block_tables + b * W, t, block_size), head / group, kv_heads);
     float score = 0;
     for (int c = 0; c < MAX_CHANNELS; c++)
-      if (int i = c * 32 + lane; i < head_dim) score += query[c] * float(k_cache[offset + i]);
-    score = warp_sum(score);
+      if (int i = c * 32 + lane; i < head_dim) score += query[c] * float(keys.elements[row * head_dim + i]);
+    score = warp_sum(score) * scale_of(keys, row);
     float now = fmaxf(largest, score), rescale = exp2f(largest - now), weight = exp2f(score - now);
     largest = now;
     sum = sum * rescale + weight;
+    weight *= scale_of(values, row);
     for (int c = 0; c < MAX_CHANNELS; c++)
-      if (int i = c * 32 + lane; i < head_dim) acc[c] = acc[c] * rescale + weight * float(v_cache[offset + i]);
+      if (int i = c * 32 + lane; i < head_dim) acc[c] = acc[c] * rescale + weight * float(values.elements[row * head_dim + i]);
   }
 
   __shared__ float largest_of[4], sum_of[4], acc_of[4][256];
@@ -65,21 +70,21 @@ struct Partial {  // what split-K leaves, [B, heads, splits] each
   float* mean;  // [B, heads, splits, head_dim]
 };
 
-template <typename T>
-__device__ inline void load_channels(const T* from, bool there, float (&to)[8]) {  // 8 channels, 16 bytes a load
-  constexpr int N = PER_16_BYTES<T>;
+template <typename E>
+__device__ inline void load_channels(const E* from, bool there, float (&to)[8]) {  // 8 channels, at most 16 bytes a load
+  constexpr int N = sizeof(E) == 1 ? 8 : PER_16_BYTES<E>;
 #pragma unroll
   for (int i = 0; i < 8; i += N) {
-    Vec<T, N> part{};
+    Vec<E, N> part{};
     if (there) part = load<N>(from + i);
 #pragma unroll
     for (int j = 0; j < N; j++) to[i + j] = there ? float(part.at[j]) : 0.0f;
   }
 }
 
-template <typename T, int LANES, int HEADS>  // lanes that hold a head; query heads that a block serves
+template <typename T, typename E, int LANES, int HEADS>  // lanes that hold a head; query heads that a block serves
 __global__ void __launch_bounds__(128)
-paged_attention_packed(const T* q, int64_t q_stride, const T* k_cache, const T* v_cache, const int64_t* block_tables,
+paged_attention_packed(const T* q, int64_t q_stride, Pool<E> keys, Pool<E> values, const int64_t* block_tables,
                        const int64_t* seq_lens, T* out, Partial partial, int W, int block_size, int kv_heads, int group,
                        int head_dim) {
   constexpr int TOKENS = 32 / LANES;  // that a warp takes at once
@@ -109,21 +114,22 @@ paged_attention_packed(const T* q, int64_t q_stride, const T* k_cache, const T* 
 #pragma unroll 1
     for (int step = 0; step < LANES; step += STEPS) {
       float key[STEPS][8], score[STEPS][HEADS];
-      int64_t offset[STEPS];
+      int64_t rows[STEPS];
       bool there[STEPS];
 #pragma unroll
       for (int s = 0; s < STEPS; s++) {
         int from = __shfl_sync(FULL_WARP, slot, (step + s) * TOKENS + lane / LANES);
         there[s] = from >= 0 && active;
-        offset[s] = offset_of(from, kv_head, kv_heads, head_dim) + channel;
-        load_channels(k_cache + offset[s], there[s], key[s]);
+        rows[s] = row_of(from, kv_head, kv_heads);
+        load_channels(keys.elements + rows[s] * head_dim + channel, there[s], key[s]);
+        const float scale = there[s] ? scale_of(keys, rows[s]) : 0.0f;
 #pragma unroll
         for (int h = 0; h < HEADS; h++) {
           score[s][h] = 0;
           for (int i = 0; i < 8; i++) score[s][h] += query[h][i] * key[s][i];
           for (int other = LANES / 2; other > 0; other /= 2)
             score[s][h] += __shfl_xor_sync(FULL_WARP, score[s][h], other);
-          if (from < 0) score[s][h] = -INFINITY;  // no token, no weight
+          score[s][h] = from < 0 ? -INFINITY : score[s][h] * scale;  // no token, no weight
         }
       }
 #pragma unroll
@@ -139,7 +145,9 @@ paged_attention_packed(const T* q, int64_t q_stride, const T* k_cache, const T* 
 #pragma unroll
       for (int s = 0; s < STEPS; s++) {
         float value[8];
-        load_channels(v_cache + offset[s], there[s], value);
+        load_channels(values.elements + rows[s] * head_dim + channel, there[s], value);
+        const float scale = there[s] ? scale_of(values, rows[s]) : 0.0f;
+        for (int i = 0; i < 8; i++) value[i] *= scale;
 #pragma unroll
         for (int h = 0; h < HEADS; h++)
           for (int i = 0; i < 8; i++) acc[h][i] += score[s][h] * value[i];
@@ -214,11 +222,17 @@ void choose_packing(int64_t head_dim, int64_t group, F f) {
   else with_heads(std::integral_constant<int, 32>());
 }
 
+// Two blocks for each of 132 multiprocessors, and at least 256 tokens for each block.
+inline int64_t choose_splits(int64_t blocks, int64_t tokens) {
+  return std::max<int64_t>(std::min(ceil_div(264, std::max<int64_t>(blocks, 1)), ceil_div(tokens, 256)), 1);
+}
+
 // q [B, heads, head_dim]; k_cache, v_cache [num_blocks, block_size, kv_heads, head_dim]; block_tables [B, W], seq_lens [B]
-// int64 -> [B, heads, head_dim], zero for a sequence of length 0. num_splits, of version 3: 0 lets it choose.
+// int64 -> [B, heads, head_dim], zero for a sequence of length 0. num_splits, of version 3: 0 lets it choose. k_scale,
+// v_scale [num_blocks, block_size, kv_heads] float32: of int8 caches.
 Tensor paged_attention(Tensor q, Tensor k_cache, Tensor v_cache, Tensor block_tables, Tensor seq_lens, int64_t version,
-                       int64_t num_splits) {
-  require_paged(q, k_cache, v_cache, block_tables, seq_lens);
+                       int64_t num_splits, std::optional<Tensor> k_scale, std::optional<Tensor> v_scale) {
+  require_paged(q, k_cache, v_cache, block_tables, seq_lens, k_scale, v_scale);
   require(q.size(0) == seq_lens.numel(), "q", q, "[B, heads, head_dim] with seq_lens [B]");
   require(version >= 1 && version <= 3, "version", version, "1, 2 or 3");
   require(num_splits >= 0 && num_splits <= 1024, "num_splits", num_splits, "0 (choose) to 1024");
@@ -228,30 +242,31 @@ Tensor paged_attention(Tensor q, Tensor k_cache, Tensor v_cache, Tensor block_ta
 
   dispatch_dtype("q", q, [&](auto zero) {
     using T = decltype(zero);
-    auto run = [&](auto kernel, dim3 grid, auto... more) {
-      launch(kernel, grid, 128, 0, stream_of(q), data<T>(q), q.stride(0), data<T>(k_cache), data<T>(v_cache),
-             data<int64_t>(block_tables), data<int64_t>(seq_lens), mutable_data<T>(out), more..., W, block_size, kv_heads,
-             group, head_dim);
-    };
-    const bool aligned = aligned_16<T>(k_cache, 0) && aligned_16<T>(v_cache, 0);
-    if (version == 1 || !aligned) return run(paged_attention_per_head<T>, dim3(heads, B));
+    dispatch_pool<T>(k_cache, [&](auto element) {
+      using E = decltype(element);
+      auto run = [&](auto kernel, dim3 grid, auto... more) {
+        launch(kernel, grid, 128, 0, stream_of(q), data<T>(q), q.stride(0), pool_of<E>(k_cache, k_scale),
+               pool_of<E>(v_cache, v_scale), data<int64_t>(block_tables), data<int64_t>(seq_lens), mutable_data<T>(out),
+               more..., W, block_size, kv_heads, group, head_dim);
+      };
+      const bool aligned = aligned_16<E>(k_cache, 0) && aligned_16<E>(v_cache, 0);
+      if (version == 1 || !aligned) return run(paged_attention_per_head<T, E>, dim3(heads, B));
 
-    choose_packing(head_dim, group, [&](auto lanes, auto heads_at_once) {
-      const int64_t blocks = kv_heads * ceil_div(group, heads_at_once);
-      int64_t splits = version == 2 ? 1 : num_splits;
-      // Two blocks for each of 132 multiprocessors, and at least 256 tokens for each block.
-      if (splits == 0) splits = std::min(ceil_div(264, std::max<int64_t>(blocks * B, 1)), ceil_div(W * block_size, 256));
-      splits = std::max<int64_t>(splits, 1);
-      Partial partial{};
-      Tensor scratch;
-      if (splits > 1) {
-        scratch = torch::stable::new_empty(q, {B * heads * splits * (head_dim + 2)}, ScalarType::Float);
-        partial.largest = mutable_data<float>(scratch);
-        partial.sum = partial.largest + B * heads * splits;
-        partial.mean = partial.sum + B * heads * splits;
-      }
-      run(paged_attention_packed<T, lanes, heads_at_once>, dim3(blocks, B, splits), partial);
-      if (splits > 1) launch(merge_splits<T>, B * heads, 128, 0, stream_of(q), partial, mutable_data<T>(out), splits, head_dim);
+      choose_packing(head_dim, group, [&](auto lanes, auto heads_at_once) {
+        const int64_t blocks = kv_heads * ceil_div(group, heads_at_once);
+        const int64_t splits = version == 2 ? 1 : num_splits ? num_splits : choose_splits(blocks * B, W * block_size);
+        Partial partial{};
+        Tensor scratch;
+        if (splits > 1) {
+          scratch = torch::stable::new_empty(q, {B * heads * splits * (head_dim + 2)}, ScalarType::Float);
+          partial.largest = mutable_data<float>(scratch);
+          partial.sum = partial.largest + B * heads * splits;
+          partial.mean = partial.sum + B * heads * splits;
+        }
+        run(paged_attention_packed<T, E, lanes, heads_at_once>, dim3(blocks, B, splits), partial);
+        if (splits > 1)
+          launch(merge_splits<T>, B * heads, 128, 0, stream_of(q), partial, mutable_data<T>(out), splits, head_dim);
+      });
     });
   });
   return out;

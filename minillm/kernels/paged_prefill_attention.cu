@@ -12,15 +12,17 @@
 // version 2: bfloat16 on the tensor cores: 64 queries, 64 keys at a time, a warp for 16 queries. Scores stay in the
 //            registers in which mma left them, which are just where the second product wants them.
 //            Other dtypes take version 1.
+//
+// Keys and values may be int8 codes (step 8): they are widened, with their scales, on the way into shared memory.
 #include "attention.h"
 
 // ---- version 1: shared memory, float32 ------------------------------------------------------------------------------
 
 constexpr int QUERIES = 16, KEYS = 32, PER_QUERY = 8;  // threads a query
 
-template <typename T>
+template <typename T, typename E>
 __global__ void __launch_bounds__(QUERIES* PER_QUERY)
-paged_prefill_shared(const T* q, int64_t q_stride, const T* k_cache, const T* v_cache, const int64_t* block_tables,
+paged_prefill_shared(const T* q, int64_t q_stride, Pool<E> keys, Pool<E> values, const int64_t* block_tables,
                      const int64_t* seq_lens, const int64_t* query_starts, T* out, int W, int block_size, int kv_heads,
                      int group, int head_dim) {
   const int head = blockIdx.y, heads = gridDim.y, kv_head = head / group;
@@ -43,11 +45,15 @@ paged_prefill_shared(const T* q, int64_t q_stride, const T* k_cache, const T* v_
                         ? float(q[(begin + first + r) * q_stride + head * head_dim + i]) * (LOG2_E * rsqrtf(head_dim))
                         : 0.0f;
   }
-  auto load_tile = [&](const T* cache, int start) {
+  auto load_tile = [&](const Pool<E>& pool, int start) {
     for (int item = threadIdx.x; item < KEYS * head_dim; item += blockDim.x) {
       int t = start + item / head_dim, i = item % head_dim;
-      tile[item / head_dim * pitch + i] =
-          t < length ? float(cache[offset_of(slot_of(block_table, t, block_size), kv_head, kv_heads, head_dim) + i]) : 0.0f;
+      float element = 0;
+      if (t < length) {
+        int64_t row = row_of(slot_of(block_table, t, block_size), kv_head, kv_heads);
+        element = float(pool.elements[row * head_dim + i]) * scale_of(pool, row);
+      }
+      tile[item / head_dim * pitch + i] = element;
     }
   };
 
@@ -55,7 +61,7 @@ paged_prefill_shared(const T* q, int64_t q_stride, const T* k_cache, const T* v_
   const int seen = min(length, length - num_queries + first + QUERIES);  // keys that the tile's last query sees
   for (int start = 0; start < seen; start += KEYS) {
     __syncthreads();  // all are done with the tile before
-    load_tile(k_cache, start);
+    load_tile(keys, start);
     __syncthreads();
     float score[KEYS / PER_QUERY], now = largest;
 #pragma unroll
@@ -77,7 +83,7 @@ paged_prefill_shared(const T* q, int64_t q_stride, const T* k_cache, const T* v_
       sum += weight;
     }
     __syncthreads();  // all are done with the keys, and the weights are there
-    load_tile(v_cache, start);
+    load_tile(values, start);
     __syncthreads();
 #pragma unroll
     for (int c = 0; c < 256 / PER_QUERY; c++) {
@@ -106,23 +112,29 @@ __device__ inline uint32_t pack(float low, float high) {
   return uint32_t(bf16(low).x) | uint32_t(bf16(high).x) << 16;
 }
 
-// One 64 x D tile: rows of 16-byte pieces, from where row_of(r) says (nullptr: zeros), 8 elements of padding a row so
-// that the eight rows that load_matrix_x4 reads at once lie in different banks.
-template <int D, typename RowOf>
-__device__ inline void load_rows(bf16* tile, int head_dim, RowOf row_of) {
+// One 64 x D tile: in its row r the pool's row row_at(r) (-1: zeros), by pieces of 8 elements. The pool's rows are `stride`
+// apart. 8 elements of padding a row of the tile, so that the eight that load_matrix_x4 reads at once lie in different banks.
+template <int D, typename E, typename RowAt>
+__device__ inline void load_rows(bf16* tile, const Pool<E>& pool, int64_t stride, int head_dim, RowAt row_at) {
   for (int item = threadIdx.x; item < TILE * D / 8; item += blockDim.x) {
     int r = item / (D / 8), i = item % (D / 8) * 8;
-    const bf16* from = row_of(r);
+    const int64_t row = row_at(r);
     Vec<bf16, 8> piece;
-    if (from && i < head_dim) piece = load<8>(from + i);
-    else for (int j = 0; j < 8; j++) piece.at[j] = bf16(0.0f);
+    if (row < 0 || i >= head_dim) {
+      for (int j = 0; j < 8; j++) piece.at[j] = bf16(0.0f);
+    } else if constexpr (std::is_same_v<E, bf16>) {
+      piece = load<8>(pool.elements + row * stride + i);
+    } else {
+      Vec<E, 8> codes = load<8>(pool.elements + row * stride + i);
+      for (int j = 0; j < 8; j++) piece.at[j] = bf16(float(codes.at[j]) * scale_of(pool, row));
+    }
     store(tile + r * (D + 8) + i, piece);
   }
 }
 
-template <int D>  // head_dim, rounded up to 64, 128 or 256; channels beyond head_dim are zero
+template <int D, typename E>  // head_dim, rounded up to 64, 128 or 256; channels beyond head_dim are zero
 __global__ void __launch_bounds__(128)
-paged_prefill_tensor_cores(const bf16* q, int64_t q_stride, const bf16* k_cache, const bf16* v_cache,
+paged_prefill_tensor_cores(const bf16* q, int64_t q_stride, Pool<E> key_pool, Pool<E> value_pool,
                            const int64_t* block_tables, const int64_t* seq_lens, const int64_t* query_starts, bf16* out,
                            int W, int block_size, int kv_heads, int group, int head_dim) {
   const int head = blockIdx.y, heads = gridDim.y, kv_head = head / group;
@@ -137,9 +149,8 @@ paged_prefill_tensor_cores(const bf16* q, int64_t q_stride, const bf16* k_cache,
   bf16* queries = dynamic_shared<bf16>();  // [TILE][PITCH] each
   bf16* keys = queries + TILE * PITCH;
   bf16* values = keys + TILE * PITCH;
-  load_rows<D>(queries, head_dim, [&](int r) {
-    return first + r < num_queries ? q + (begin + first + r) * q_stride + head * head_dim : nullptr;
-  });
+  load_rows<D>(queries, Pool<bf16>{q + head * head_dim, nullptr}, q_stride, head_dim,
+               [&](int r) { return first + r < num_queries ? begin + first + r : -1; });
 
   // A lane has two rows of its warp's 16: lane / 4, and eight below.
   const float scale = LOG2_E * rsqrtf(head_dim);
@@ -150,14 +161,11 @@ paged_prefill_tensor_cores(const bf16* q, int64_t q_stride, const bf16* k_cache,
   const int seen = min(length, past + first + TILE);
   for (int start = 0; start < seen; start += TILE) {
     __syncthreads();
-    auto row_in = [&](const bf16* cache) {
-      return [=](int r) {
-        int t = start + r;
-        return t < length ? cache + offset_of(slot_of(block_table, t, block_size), kv_head, kv_heads, head_dim) : nullptr;
-      };
+    auto row_at = [&](int r) {
+      return start + r < length ? row_of(slot_of(block_table, start + r, block_size), kv_head, kv_heads) : -1;
     };
-    load_rows<D>(keys, head_dim, row_in(k_cache));
-    load_rows<D>(values, head_dim, row_in(v_cache));
+    load_rows<D>(keys, key_pool, head_dim, head_dim, row_at);
+    load_rows<D>(values, value_pool, head_dim, head_dim, row_at);
     __syncthreads();
 
     float score[TILE / 8][4] = {};  // 16 queries x 64 keys: eight tiles of 16 x 8
@@ -227,10 +235,12 @@ paged_prefill_tensor_cores(const bf16* q, int64_t q_stride, const bf16* k_cache,
 
 // q [N, heads, head_dim]; k_cache, v_cache [num_blocks, block_size, kv_heads, head_dim]; block_tables [B, W]; seq_lens [B],
 // the new tokens counted; query_starts [B + 1], sequence b has queries query_starts[b] to query_starts[b + 1] - 1, its
-// last tokens; max_query_len: the most of one sequence -> [N, heads, head_dim]
+// last tokens; max_query_len: the most of one sequence; k_scale, v_scale [num_blocks, block_size, kv_heads] float32: of
+// int8 caches -> [N, heads, head_dim]
 Tensor paged_prefill_attention(Tensor q, Tensor k_cache, Tensor v_cache, Tensor block_tables, Tensor seq_lens,
-                               Tensor query_starts, int64_t max_query_len, int64_t version) {
-  require_paged(q, k_cache, v_cache, block_tables, seq_lens);
+                               Tensor query_starts, int64_t max_query_len, int64_t version, std::optional<Tensor> k_scale,
+                               std::optional<Tensor> v_scale) {
+  require_paged(q, k_cache, v_cache, block_tables, seq_lens, k_scale, v_scale);
   require(query_starts.numel() == seq_lens.numel() + 1, "query_starts", query_starts, "[B + 1] with seq_lens [B]");
   require_int64(q, "query_starts", query_starts);
   require(version == 1 || version == 2, "version", version, "1 or 2");
@@ -239,24 +249,32 @@ Tensor paged_prefill_attention(Tensor q, Tensor k_cache, Tensor v_cache, Tensor 
   const int64_t kv_heads = k_cache.size(2), head_dim = k_cache.size(3), group = heads / kv_heads;
   Tensor out = torch::stable::new_empty(q, {q.size(0), heads, head_dim});
 
-  auto run = [&](auto kernel, auto zero, int64_t queries, int64_t threads, size_t shared_bytes) {
+  auto run = [&](auto kernel, auto zero, auto element, int64_t queries, int64_t threads, size_t shared_bytes) {
     using T = decltype(zero);
+    using E = decltype(element);
     check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes));
     launch(kernel, dim3(ceil_div(max_query_len, queries), heads, B), threads, shared_bytes, stream_of(q), data<T>(q),
-           q.stride(0), data<T>(k_cache), data<T>(v_cache), data<int64_t>(block_tables), data<int64_t>(seq_lens),
-           data<int64_t>(query_starts), mutable_data<T>(out), W, block_size, kv_heads, group, head_dim);
+           q.stride(0), pool_of<E>(k_cache, k_scale), pool_of<E>(v_cache, v_scale), data<int64_t>(block_tables),
+           data<int64_t>(seq_lens), data<int64_t>(query_starts), mutable_data<T>(out), W, block_size, kv_heads, group,
+           head_dim);
   };
   const bool aligned = aligned_16<bf16>(q, q.stride(0)) && aligned_16<bf16>(k_cache, 0) && aligned_16<bf16>(v_cache, 0);
   if (version == 2 && q.scalar_type() == ScalarType::BFloat16 && aligned) {
-    auto tiles = [](int D) { return 3 * TILE * (D + 8) * sizeof(bf16); };
-    if (head_dim <= 64) run(paged_prefill_tensor_cores<64>, bf16(), TILE, 128, tiles(64));
-    else if (head_dim <= 128) run(paged_prefill_tensor_cores<128>, bf16(), TILE, 128, tiles(128));
-    else run(paged_prefill_tensor_cores<256>, bf16(), TILE, 128, tiles(256));
+    dispatch_pool<bf16>(k_cache, [&](auto element) {
+      using E = decltype(element);
+      auto tiles = [](int D) { return 3 * TILE * (D + 8) * sizeof(bf16); };
+      if (head_dim <= 64) run(paged_prefill_tensor_cores<64, E>, bf16(), element, TILE, 128, tiles(64));
+      else if (head_dim <= 128) run(paged_prefill_tensor_cores<128, E>, bf16(), element, TILE, 128, tiles(128));
+      else run(paged_prefill_tensor_cores<256, E>, bf16(), element, TILE, 128, tiles(256));
+    });
     return out;
   }
   dispatch_dtype("q", q, [&](auto zero) {
-    size_t floats = QUERIES * head_dim + KEYS * (head_dim + 1) + QUERIES * KEYS;
-    run(paged_prefill_shared<decltype(zero)>, zero, QUERIES, QUERIES * PER_QUERY, floats * sizeof(float));
+    dispatch_pool<decltype(zero)>(k_cache, [&](auto element) {
+      size_t floats = QUERIES * head_dim + KEYS * (head_dim + 1) + QUERIES * KEYS;
+      run(paged_prefill_shared<decltype(zero), decltype(element)>, zero, element, QUERIES, QUERIES * PER_QUERY,
+          floats * sizeof(float));
+    });
   });
   return out;
 }

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .. import quantization
 from ..model.sampling import draw, softmax_with_temperature, top_k_filter, top_p_filter
 
 
@@ -42,12 +43,15 @@ def rope_and_store(
     v_cache: Tensor,
     slot_mapping: Tensor,
     num_heads: int,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
 ) -> Tensor:
     """Turn q and k by their positions, and write k and v into the cache.
 
     qkv [N, heads + 2 kv_heads, head_dim]; positions [N]; cos_sin [max_position, head_dim], cosines first
     (model/llama.py, rope_table); k_cache, v_cache [num_blocks, block_size, kv_heads, head_dim], written; slot_mapping
-    [N], -1: not stored -> turned q [N, num_heads, head_dim]
+    [N], -1: not stored; k_scale, v_scale [num_blocks, block_size, kv_heads] float32, written: of int8 caches
+    -> turned q [N, num_heads, head_dim]
     """
     kv_heads = k_cache.shape[2]
     q, k, v = qkv.split([num_heads, kv_heads, kv_heads], dim=1)
@@ -59,8 +63,11 @@ def rope_and_store(
 
     stored = slot_mapping >= 0
     slots = slot_mapping[stored]
-    k_cache.view(-1, *k_cache.shape[2:])[slots] = turn(k)[stored]
-    v_cache.view(-1, *v_cache.shape[2:])[slots] = v[stored]
+    for new, cache, scale in ((turn(k), k_cache, k_scale), (v, v_cache, v_scale)):
+        new = new[stored]
+        if scale is not None:
+            new, scale.flatten(0, 1)[slots] = quantize(new)
+        cache.flatten(0, 1)[slots] = new
     return turn(q)
 
 
@@ -73,6 +80,24 @@ def silu_and_mul(x: Tensor) -> Tensor:
 def gemv(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x [N, K], weight [M, K], bias [M] -> x W^T + bias [N, M]"""
     return F.linear(x, weight, bias)
+
+
+def quantize(x: Tensor) -> tuple[Tensor, Tensor]:
+    """x [N, D] -> codes [N, D] int8, scale [N] float32: x is about codes * scale"""
+    return quantization.quantize(x)
+
+
+def linear_w8a16(x: Tensor, codes: Tensor, scale: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x [N, K]; codes [M, K] int8, scale [M] float32; bias [M] -> [N, M]"""
+    out = _wide(x) @ codes.to(_wide(x).dtype).T * scale
+    return (out if bias is None else out + bias).to(x.dtype)
+
+
+def linear_w8a8(x: Tensor, codes: Tensor, scale: Tensor, bias: Tensor | None = None) -> Tensor:
+    """The same, with x in int8 too, each row with a scale of its own."""
+    x_codes, x_scale = quantize(x)
+    out = (x_codes.double() @ codes.double().T) * x_scale[:, None] * scale
+    return (out if bias is None else out + bias).to(x.dtype)
 
 
 def argmax(logits: Tensor) -> Tensor:
@@ -118,14 +143,23 @@ def decode_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return _attend(q[None], k, v, torch.ones(1, len(k), dtype=torch.bool, device=q.device))[0]
 
 
-def paged_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, block_tables: Tensor, seq_lens: Tensor) -> Tensor:
+def paged_attention(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_tables: Tensor,
+    seq_lens: Tensor,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+) -> Tensor:
     """One new token a sequence, over its pages.
 
     q [B, heads, head_dim]; k_cache, v_cache [num_blocks, block_size, kv_heads, head_dim]; block_tables [B, W];
-    seq_lens [B], the new token counted -> [B, heads, head_dim], zero for a sequence of length 0
+    seq_lens [B], the new token counted; k_scale, v_scale [num_blocks, block_size, kv_heads] float32: of int8 caches
+    -> [B, heads, head_dim], zero for a sequence of length 0
     """
     starts = torch.arange(len(q) + 1, device=q.device)
-    return paged_prefill_attention(q, k_cache, v_cache, block_tables, seq_lens, starts, 1)
+    return paged_prefill_attention(q, k_cache, v_cache, block_tables, seq_lens, starts, 1, k_scale, v_scale)
 
 
 def paged_prefill_attention(
@@ -136,6 +170,8 @@ def paged_prefill_attention(
     seq_lens: Tensor,
     query_starts: Tensor,
     max_query_len: int,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
 ) -> Tensor:
     """A chunk of new tokens of each sequence over its pages, causal: a token sees those up to itself.
 
@@ -144,6 +180,8 @@ def paged_prefill_attention(
     one sequence (the kernels' grid; not needed here) -> [N, heads, head_dim]
     """
     block_size = k_cache.shape[1]
+    if k_scale is not None:
+        k_cache, v_cache = (_wide(c.to(q.dtype)) * s.unsqueeze(-1) for c, s in ((k_cache, k_scale), (v_cache, v_scale)))
     out = torch.zeros_like(q)
     starts = query_starts.tolist()
     for b, length in enumerate(seq_lens.tolist()):
