@@ -1,4 +1,4 @@
-"""The `minillm` command: generate, chat, ladder, doctor, grade.
+"""The `minillm` command: generate, chat, ladder, quality, doctor, grade.
 
 A wrong input is one line on stderr and exit code 2; Ctrl-C is exit code 130. Results go to stdout, progress to
 stderr, so that `--json` can be piped.
@@ -75,6 +75,14 @@ def _parser() -> argparse.ArgumentParser:
     p.add_argument("--output", default="ladder.png", metavar="FILE", help="where the picture goes")
     p.add_argument("--json", action="store_true", help="one object on stdout instead of the table")
     p.set_defaults(run=_ladder)
+
+    p = commands.add_parser("quality", parents=[model], formatter_class=defaults, help="what int8 costs in quality")
+    p.add_argument("--tokens", type=int, default=5120, metavar="N", help="of the text that is read")
+    p.add_argument("--text", metavar="FILE", help="another text than the one that is shipped (English prose, 1890)")
+    p.add_argument("--settings", metavar="A,B", help="only these, comma-separated")
+    p.add_argument("--output", default="quality.png", metavar="FILE", help="where the picture goes")
+    p.add_argument("--json", action="store_true", help="one object on stdout instead of the table")
+    p.set_defaults(run=_quality)
 
     p = commands.add_parser("doctor", help="what this machine has, and what each missing thing costs")
     p.add_argument("--json", action="store_true", help="one object on stdout instead of text")
@@ -189,6 +197,36 @@ def _ladder(args) -> int:
     print(json.dumps(ladder.as_json(rows, model)) if args.json else ladder.table(rows))
     print(f"picture: {output}", file=sys.stderr)
     return 0 if all(row.same_tokens for row in rows) or args.dtype != "float32" else 1
+
+
+def _quality(args) -> None:
+    from tqdm import tqdm
+
+    from . import plots, quality
+    from .model.weights import load_model
+
+    settings = args.settings.split(",") if args.settings else list(quality.SETTINGS)
+    for setting in settings:
+        if setting not in quality.SETTINGS:
+            raise ValueError(f"--settings={setting!r}: must be of {', '.join(quality.SETTINGS)}")
+    if args.tokens < 2:
+        raise ValueError(f"--tokens={args.tokens}: must be at least 2")
+    output = Path(args.output)
+    if not output.parent.is_dir():
+        raise ValueError(f"--output={args.output!r}: no such directory")
+    text = Path(args.text).read_text(encoding="utf-8") if args.text else None
+    model = load_model(args.model, "float32", args.device)
+    tokens = quality.text_tokens(model, args.tokens, text)
+    with tqdm(total=quality.num_passes(len(tokens), settings), unit="pass", file=sys.stderr) as bar:
+
+        def progress(setting: str) -> None:
+            bar.set_description(setting)
+            bar.update()
+
+        report = quality.measure(model, tokens, settings, on_pass=progress)
+    plots.quality(report).savefig(output, dpi=120)
+    print(json.dumps(quality.as_json(report)) if args.json else quality.table(report))
+    print(f"picture: {output}", file=sys.stderr)
 
 
 def _doctor(args) -> None:

@@ -153,3 +153,45 @@ def waste(traces: dict[str, Sequence[StepTrace]], bytes_per_token: int = 1) -> F
     )
     panels[0].legend(fontsize=8, loc="upper right", ncols=2)
     return figure
+
+
+def quality(report) -> Figure:
+    """A `minillm.quality.Report`: what each setting costs, and the error of each layer with int8 weights."""
+    figure = Figure(figsize=(10, 6.4), layout="constrained")
+    above, below = figure.subfigures(2, 1, height_ratios=[1, 1.1])
+    perplexity, agreement = above.subplots(1, 2, sharey=True)
+    rows = report.rows[1:]
+    for axes, values, label, colour in (
+        (perplexity, [row.perplexity_change for row in rows], "perplexity: change", BLUE),
+        (agreement, [1 - row.agreement for row in rows], "tokens whose likeliest successor changes", ORANGE),
+    ):
+        axes.barh(range(len(rows)), [100 * value for value in values], height=0.55, color=colour)
+        for y, value in enumerate(values):
+            axes.text(100 * max(value, 0), y, f" {value:.2%}", va="center", fontsize=9)
+        axes.set_xlabel(f"{label}, %")
+        axes.set_yticks(range(len(rows)), [row.setting for row in rows])
+        axes.margins(x=0.18)
+        axes.spines[["top", "right"]].set_visible(False)
+    perplexity.invert_yaxis()
+
+    axes = below.subplots()
+    kinds = sorted({error.layer.rpartition(".")[2] for error in report.layers})
+    for kind, colour in zip(kinds, (BLUE, ORANGE, GREY, RED), strict=False):
+        errors = sorted((_block(e.layer), e.w8a16, e.w8a8) for e in report.layers if e.layer.endswith(kind))
+        blocks, w8a16, w8a8 = zip(*errors, strict=True)
+        axes.plot(blocks, [100 * e for e in w8a16], "o-", markersize=3, color=colour, label=kind)
+        axes.plot(blocks, [100 * e for e in w8a8], ":", color=colour)
+    axes.set_yscale("log")
+    axes.set_yticks([0.3, 0.5, 1, 2, 5], ["0.3", "0.5", "1", "2", "5"])
+    axes.set_yticks([], minor=True)
+    axes.set_xlabel("block of the model")
+    axes.set_ylabel("error of the layer's output, %")
+    axes.set_title("Solid: int8 weights. Dotted: activations too, without smoothing", fontsize=10)
+    axes.legend(fontsize=9, ncols=4)
+    axes.spines[["top", "right"]].set_visible(False)
+    return figure
+
+
+def _block(layer: str) -> int:
+    """The block's number in a name like "layers.3.mlp.down_proj"."""
+    return next(int(part) for part in layer.split(".") if part.isdigit())

@@ -236,7 +236,7 @@ def quantize_model(
     if mode == "w8a8" and (calibration is None or calibration):
         tokens = calibration_tokens(model) if calibration is None else calibration
         model = smooth(model, activation_absmax(model, tokens), layers=layers)
-    quantized = _share(model)
+    quantized = share(model)
     for name, linear in _linears(model, layers):
         _replace(quantized, name, QuantizedLinear.from_linear(linear, mode, f"{name}.weight"))
     pack_layers(quantized)
@@ -262,7 +262,7 @@ def _linears(model: Llama, layers: Iterable[str] = LAYERS) -> list[tuple[str, Li
     return [(n, m) for n, m in model.named_modules() if isinstance(m, Linear) and n.rpartition(".")[2] in layers]
 
 
-def _share(model: Llama) -> Llama:
+def share(model: Llama) -> Llama:
     """Another model over the same memory: what is done to it (another module, `.to()`) leaves the first as it is."""
     kept = [model.tokenizer, *(linear.packed for _, linear in _linears(model) if linear.packed is not None)]
     memo = {id(thing): thing for thing in kept}
@@ -333,7 +333,7 @@ def smooth(
     of the values (for o_proj) and of the up projection (for down_proj). s is a power of two, so that this is exact in
     any dtype. The given model stays as it is.
     """
-    smoothed, config = _share(model), model.config
+    smoothed, config = share(model), model.config
     if "head" in layers and config.tie_word_embeddings:
         _replace(smoothed, "head", _copy(model.head))  # its columns change, the embedding's must not
 

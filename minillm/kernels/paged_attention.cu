@@ -83,7 +83,7 @@ __device__ inline void load_channels(const E* from, bool there, float (&to)[8]) 
 }
 
 template <typename T, typename E, int LANES, int HEADS>  // lanes that hold a head; query heads that a block serves
-__global__ void __launch_bounds__(128)
+__global__ void __launch_bounds__(128, HEADS == 1 ? 6 : 2)  // blocks a multiprocessor: what registers may be used
 paged_attention_packed(const T* q, int64_t q_stride, Pool<E> keys, Pool<E> values, const int64_t* block_tables,
                        const int64_t* seq_lens, T* out, Partial partial, int W, int block_size, int kv_heads, int group,
                        int head_dim) {
@@ -114,22 +114,21 @@ paged_attention_packed(const T* q, int64_t q_stride, Pool<E> keys, Pool<E> value
 #pragma unroll 1
     for (int step = 0; step < LANES; step += STEPS) {
       float key[STEPS][8], score[STEPS][HEADS];
-      int64_t rows[STEPS];
-      bool there[STEPS];
+      int from[STEPS];  // slots; -1: no token
 #pragma unroll
       for (int s = 0; s < STEPS; s++) {
-        int from = __shfl_sync(FULL_WARP, slot, (step + s) * TOKENS + lane / LANES);
-        there[s] = from >= 0 && active;
-        rows[s] = row_of(from, kv_head, kv_heads);
-        load_channels(keys.elements + rows[s] * head_dim + channel, there[s], key[s]);
-        const float scale = there[s] ? scale_of(keys, rows[s]) : 0.0f;
+        from[s] = __shfl_sync(FULL_WARP, slot, (step + s) * TOKENS + lane / LANES);
+        const bool there = from[s] >= 0 && active;
+        const int64_t row = row_of(from[s], kv_head, kv_heads);
+        load_channels(keys.elements + row * head_dim + channel, there, key[s]);
+        const float scale = there ? scale_of(keys, row) : 0.0f;
 #pragma unroll
         for (int h = 0; h < HEADS; h++) {
           score[s][h] = 0;
           for (int i = 0; i < 8; i++) score[s][h] += query[h][i] * key[s][i];
           for (int other = LANES / 2; other > 0; other /= 2)
             score[s][h] += __shfl_xor_sync(FULL_WARP, score[s][h], other);
-          score[s][h] = from < 0 ? -INFINITY : score[s][h] * scale;  // no token, no weight
+          score[s][h] = from[s] < 0 ? -INFINITY : score[s][h] * scale;  // no token, no weight
         }
       }
 #pragma unroll
@@ -145,8 +144,10 @@ paged_attention_packed(const T* q, int64_t q_stride, Pool<E> keys, Pool<E> value
 #pragma unroll
       for (int s = 0; s < STEPS; s++) {
         float value[8];
-        load_channels(values.elements + rows[s] * head_dim + channel, there[s], value);
-        const float scale = there[s] ? scale_of(values, rows[s]) : 0.0f;
+        const bool there = from[s] >= 0 && active;
+        const int64_t row = row_of(from[s], kv_head, kv_heads);
+        load_channels(values.elements + row * head_dim + channel, there, value);
+        const float scale = there ? scale_of(values, row) : 0.0f;
         for (int i = 0; i < 8; i++) value[i] *= scale;
 #pragma unroll
         for (int h = 0; h < HEADS; h++)
