@@ -198,8 +198,9 @@ class PackedCodes:
         key = (rows, self.shape[1], self.dtype)
         kept = self._scratch.__dict__
         if key not in kept:
-            packed = torch.ops.mkldnn._reorder_linear_weight(torch.zeros(rows, self.shape[1], dtype=self.dtype))
-            kept[key] = packed, _memory_of(packed, self.dtype)
+            with torch.inference_mode(False):  # else it could not be overwritten outside of inference mode
+                packed = torch.ops.mkldnn._reorder_linear_weight(torch.zeros(rows, self.shape[1], dtype=self.dtype))
+                kept[key] = packed, _memory_of(packed, self.dtype)
         return kept[key]
 
 

@@ -20,6 +20,7 @@ from minillm.quantization import (
     LAYERS,
     PROJECTIONS,
     Int8PagedCache,
+    PackedCodes,
     QuantizedLinear,
     activation_absmax,
     calibration_tokens,
@@ -447,3 +448,13 @@ def test_the_engine_leaves_the_given_model_as_it_is(tiny_model):
 def test_settings_that_do_not_go_together_are_named(tiny_model, settings, message):
     with pytest.raises(ValueError, match=message):
         LLM(tiny_model, **settings)
+
+
+def test_a_pass_outside_of_inference_mode_may_follow_one_inside(tiny_model):
+    """What is kept between passes is no inference tensor."""
+    quantized = quantize_model(tiny_model)
+    ids = torch.arange(30)
+    PackedCodes._scratch.__dict__.clear()  # as in a new process
+    with torch.inference_mode():
+        inside = quantized(ids, ids, NoCache())
+    assert torch.equal(quantized(ids, ids, NoCache()), inside)
