@@ -22,7 +22,7 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     try:
         return args.run(args) or 0
-    except (ValueError, FileNotFoundError, NotADirectoryError, PermissionError) as error:
+    except (ValueError, FileNotFoundError, IsADirectoryError, NotADirectoryError, PermissionError) as error:
         message = " ".join(str(error).split())
         print(f"minillm: error: {message}", file=sys.stderr)
         return 2
@@ -168,21 +168,32 @@ def _print_speed(completion) -> None:
         )
 
 
+def _chosen(option: str, given: str | None, allowed) -> list[str]:
+    """What a comma-separated option names; all that there is where it is not given."""
+    chosen = given.split(",") if given else list(allowed)
+    for name in chosen:
+        if name not in allowed:
+            raise ValueError(f"{option}={name!r}: must be of {', '.join(allowed)}")
+    return chosen
+
+
+def _output(args) -> Path:
+    output = Path(args.output)
+    if not output.parent.is_dir():
+        raise ValueError(f"--output={args.output!r}: no such directory")
+    return output
+
+
 def _ladder(args) -> int:
     from tqdm import tqdm
 
     from . import ladder, plots
     from .model.weights import load_model
 
-    steps = args.steps.split(",") if args.steps else list(ladder.STEPS)
-    for step in steps:
-        if step not in ladder.STEPS:
-            raise ValueError(f"--steps={step!r}: must be of {', '.join(ladder.STEPS)}")
+    steps = _chosen("--steps", args.steps, ladder.STEPS)
     if args.max_tokens < 1:
         raise ValueError(f"--max-tokens={args.max_tokens}: must be at least 1")
-    output = Path(args.output)
-    if not output.parent.is_dir():
-        raise ValueError(f"--output={args.output!r}: no such directory")
+    output = _output(args)
     model = load_model(args.model, args.dtype, args.device)
     total = ladder.num_tokens(steps, model, args.max_tokens)
     with tqdm(total=total, unit="token", file=sys.stderr) as bar:
@@ -205,15 +216,10 @@ def _quality(args) -> None:
     from . import plots, quality
     from .model.weights import load_model
 
-    settings = args.settings.split(",") if args.settings else list(quality.SETTINGS)
-    for setting in settings:
-        if setting not in quality.SETTINGS:
-            raise ValueError(f"--settings={setting!r}: must be of {', '.join(quality.SETTINGS)}")
+    settings = _chosen("--settings", args.settings, quality.SETTINGS)
     if args.tokens < 2:
         raise ValueError(f"--tokens={args.tokens}: must be at least 2")
-    output = Path(args.output)
-    if not output.parent.is_dir():
-        raise ValueError(f"--output={args.output!r}: no such directory")
+    output = _output(args)
     text = Path(args.text).read_text(encoding="utf-8") if args.text else None
     model = load_model(args.model, "float32", args.device)
     tokens = quality.text_tokens(model, args.tokens, text)

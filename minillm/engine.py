@@ -29,7 +29,7 @@ from .model.llama import Llama
 from .model.sampling import SamplingParams, sample
 from .model.weights import DEFAULT_MODEL, load_model
 from .paged_attention import DEFAULT_BLOCK_SIZE, BlockManager, PagedCache, num_blocks_for
-from .quantization import Int8PagedCache, int8_kv_bytes, quantize_model
+from .quantization import MODES, Int8PagedCache, int8_kv_bytes, quantize_model
 from .static_batching import PAD, StaticBatch
 from .trace import StepTrace
 
@@ -117,7 +117,7 @@ class LLM:
             raise ValueError("kernels='cuda': no kernel reads static batching's rectangle, must be 'torch' or 'auto'")
 
         if quantize is not None:
-            _check_choice("quantize", quantize, ("int8", "w8a8"))
+            _check_choice("quantize", quantize, MODES)
         self.kv = ("paged" if batching == "continuous" else "contiguous") if kv == "auto" else kv
         if kv_dtype is not None:
             _check_choice("kv_dtype", kv_dtype, ("auto", "int8"))

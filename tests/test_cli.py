@@ -18,7 +18,7 @@ def run(*arguments, **options):
     return subprocess.run(command, capture_output=True, text=True, timeout=120, **options)
 
 
-@pytest.mark.parametrize("command", [[], ["generate"], ["chat"], ["ladder"], ["doctor"], ["grade"]])
+@pytest.mark.parametrize("command", [[], ["generate"], ["chat"], ["ladder"], ["quality"], ["doctor"], ["grade"]])
 def test_help(command, capsys):
     with pytest.raises(SystemExit) as end:
         cli.main([*command, "--help"])
@@ -42,6 +42,10 @@ MISTAKES = {
     "device": (["generate", "hi", "--device", "tpu9"], "device='tpu9': must be"),
     "step": (["ladder", "--steps", "naive_decode,magic"], "--steps='magic': must be"),
     "ladder tokens": (["ladder", "--max-tokens", "0"], "--max-tokens=0: must be"),
+    "setting": (["quality", "--settings", "w8a16,int3"], "--settings='int3': must be"),
+    "quality tokens": (["quality", "--tokens", "1"], "--tokens=1: must be"),
+    "text": (["quality", "--text", "no/such.txt"], "no/such.txt"),
+    "text directory": (["quality", "--text", "."], "Is a directory"),
     "output": (["ladder", "--output", "no/such/dir/x.png"], "--output='no/such/dir/x.png'"),
     "lesson": (["grade", "99"], "lesson='99': must be"),
 }
@@ -108,6 +112,16 @@ def test_the_ladder(default_model, tmp_path, capsys):
     assert static["padding"] > 0 == continuous["padding"] == paged["padding"]
     assert static["kv_waste"] > continuous["kv_waste"] > paged["kv_waste"]
     assert (tmp_path / "l.png").read_bytes()[:4] == b"\x89PNG"
+
+
+def test_the_quality_report(default_model, tmp_path, capsys):
+    picture = tmp_path / "q.png"
+    arguments = ["quality", "--tokens", "60", "--settings", "w8a16,kv-int8", "--output", str(picture)]
+    assert cli.main([*arguments, "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["num_tokens"] == 59 and len(report["layers"]) == 120
+    assert [row["setting"] for row in report["rows"]] == ["unquantised", "w8a16", "kv-int8"]
+    assert picture.stat().st_size > 10_000
 
 
 def test_the_table_and_one_token(capsys):

@@ -25,8 +25,8 @@ struct Pool {
 };
 
 template <typename E>
-__device__ inline float scale_of(const Pool<E>& pool, int64_t row) {
-  if constexpr (std::is_same_v<E, int8_t>) return pool.scales[row];
+__device__ inline float scale_of(const Pool<E>& pool, int64_t row, bool there = true) {  // if not there, nothing is read
+  if constexpr (std::is_same_v<E, int8_t>) return there ? pool.scales[row] : 0.0f;
   else return 1.0f;
 }
 

@@ -83,7 +83,7 @@ __device__ inline void load_channels(const E* from, bool there, float (&to)[8]) 
 }
 
 template <typename T, typename E, int LANES, int HEADS>  // lanes that hold a head; query heads that a block serves
-__global__ void __launch_bounds__(128, HEADS == 1 ? 6 : 2)  // blocks a multiprocessor: what registers may be used
+__global__ void __launch_bounds__(128, HEADS == 1 ? 6 : 2)  // at least so many blocks on a multiprocessor
 paged_attention_packed(const T* q, int64_t q_stride, Pool<E> keys, Pool<E> values, const int64_t* block_tables,
                        const int64_t* seq_lens, T* out, Partial partial, int W, int block_size, int kv_heads, int group,
                        int head_dim) {
@@ -121,7 +121,7 @@ paged_attention_packed(const T* q, int64_t q_stride, Pool<E> keys, Pool<E> value
         const bool there = from[s] >= 0 && active;
         const int64_t row = row_of(from[s], kv_head, kv_heads);
         load_channels(keys.elements + row * head_dim + channel, there, key[s]);
-        const float scale = there ? scale_of(keys, row) : 0.0f;
+        const float scale = scale_of(keys, row, there);
 #pragma unroll
         for (int h = 0; h < HEADS; h++) {
           score[s][h] = 0;
@@ -147,11 +147,12 @@ paged_attention_packed(const T* q, int64_t q_stride, Pool<E> keys, Pool<E> value
         const bool there = from[s] >= 0 && active;
         const int64_t row = row_of(from[s], kv_head, kv_heads);
         load_channels(values.elements + row * head_dim + channel, there, value);
-        const float scale = there ? scale_of(values, row) : 0.0f;
-        for (int i = 0; i < 8; i++) value[i] *= scale;
+        const float scale = scale_of(values, row, there);
 #pragma unroll
-        for (int h = 0; h < HEADS; h++)
-          for (int i = 0; i < 8; i++) acc[h][i] += score[s][h] * value[i];
+        for (int h = 0; h < HEADS; h++) {
+          const float weight = score[s][h] * scale;
+          for (int i = 0; i < 8; i++) acc[h][i] += weight * value[i];
+        }
       }
     }
   }
