@@ -240,7 +240,7 @@ def simulator_costs(rounds: int = 9) -> dict[str, float]:
     with tempfile.TemporaryDirectory() as folder:
         probe = Path(folder) / "probe.cu"
         probe.write_text(PROBE)
-        sandbox, ns = Sandbox(probe), []
+        sandbox, ns = Sandbox(probe, optimization="-O2"), []
         for _ in range(rounds):
             out = np.zeros(3, np.float32)
             sandbox.call("costs", out)

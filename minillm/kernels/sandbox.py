@@ -23,7 +23,7 @@ import numpy as np
 from ..model.weights import home
 from .build import FOLDER, KernelsUnavailable, _compiler, _tool
 
-FLAGS = ["-std=c++17", "-O0", "-g", "-Wno-unknown-pragmas", "-rdynamic"]
+FLAGS = ["-std=c++17", "-g", "-Wno-unknown-pragmas", "-rdynamic"]
 SANITIZERS = {
     None: [],
     "address": ["-fsanitize=address,undefined", "-fno-sanitize-recover=undefined"],  # and misaligned accesses
@@ -93,9 +93,10 @@ def functions(source: Path) -> dict[str, list[Parameter]]:
 
 
 class Sandbox:
-    """The functions of one .cu file."""
+    """The functions of one .cu file. optimization: -O0 compiles fastest; whoever measures wants the extension's -O2."""
 
-    def __init__(self, source: Path):
+    def __init__(self, source: Path, optimization: str = "-O0"):
+        self.optimization = optimization
         self.source = Path(source).resolve()
         self.functions = functions(self.source)
 
@@ -162,7 +163,7 @@ class Sandbox:
                       for i, p in enumerate(parameters)]  # fmt: skip
             calls.append(f'    if (name == "{name}") {name}({", ".join(values)});')
         main = MAIN.format(source=self.source, calls="\n".join(calls))
-        flags = [*FLAGS, *SANITIZERS[sanitizer]]
+        flags = [*FLAGS, self.optimization, *SANITIZERS[sanitizer]]
         headers = [FOLDER / name for name in ("cuda_on_cpu.h", "intrinsics.h", "fibers.h")]
         key = "\0".join([main, self.source.read_text(), *(h.read_text() for h in headers), _compiler(), *flags])
         program = home() / "kernels" / "sandbox" / hashlib.sha256(key.encode()).hexdigest()[:16]
